@@ -181,14 +181,21 @@ def note_round(
 def finish_manifest(directory: Path, last_round: int, keeps_clients: bool) -> None:
     """Record the digests of the files of a run that has ended after `last_round`.
 
-    keeps_clients: also record each simulated client's newest state, which holds the personal
-    models: its digest is in the file's name.
+    keeps_clients: also record each simulated client's newest state and the newest checkpoint, which
+    hold the personal models: their digests are in the files' names.
     """
     files = {name: digest((directory / name).read_bytes()) for name in signed_files}
-    folders = sorted(directory.glob("clients/*")) if keeps_clients else []
+    kept = newest_states(directory, last_round) if keeps_clients else {}
+    checkpoint = newest_version(directory / "checkpoints", last_round) if keeps_clients else None
+    name = checkpoint.name if checkpoint else ""
+    update(directory, files=files, kept=kept, checkpoint=name, audit=audit_end(directory))
+
+
+def newest_states(directory: Path, last_round: int) -> dict[str, str]:
+    """The name of each simulated client's newest state of a run that ended after `last_round`."""
+    folders = sorted(directory.glob("clients/*"))
     states = (newest_version(folder, last_round) for folder in folders)
-    kept = {path.parent.name: path.name for path in states if path}
-    update(directory, files=files, kept=kept, audit=audit_end(directory))
+    return {path.parent.name: path.name for path in states if path}
 
 
 def audit_fault(directory: Path) -> str:

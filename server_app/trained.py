@@ -204,6 +204,8 @@ def head_from_server(directory: Path, client: str, history: Sequence[Line]) -> A
     newest = newest_version(directory / "checkpoints", END)
     if newest is None:
         raise ValueError(f"{directory / 'checkpoints'} is empty: it may have had {client}'s head")
+    if digest(newest.read_bytes()) not in newest.name:
+        raise ValueError(f"{newest} is damaged and may have {client}'s head: restore it")
     with safe_open(newest, framework="pt") as file:
         prefix = f"{OWN_STATE}{client}/head."
         names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118

@@ -21,9 +21,9 @@ from protocol.files import digest
 from protocol.messages import array_record
 from server_app.audit import AUDIT_FILE, audit_problem
 from server_app.federation import prepare
-from server_app.history import read_history
+from server_app.history import read_history, whole_lines
 from server_app.inline import Companions, simulation
-from server_app.manifest import signed_files, versions
+from server_app.manifest import newest_states, signed_files, versions
 from server_app.rounds import record_round, train_round
 from server_app.summary import read_config_file, read_manifest, read_run_config
 
@@ -149,17 +149,27 @@ def file_checks(directory: Path, manifest: Mapping[str, Any]) -> Iterator[Check]
     if "audit" in manifest:  # not before 0.2
         problem = audit_problem(directory, manifest["audit"])
         yield Check(not problem, problem or f"{AUDIT_FILE}: {manifest['audit']['lines']} lines")
-    states = [
-        directory / "clients" / client / name for client, name in manifest.get("kept", {}).items()
-    ]
-    damaged = [
-        str(path.relative_to(directory))
-        for path in sorted(states)
-        if not path.is_file() or digest(path.read_bytes()) not in path.name
-    ]
-    if states:
-        found = f"missing or damaged: {', '.join(damaged)}" if damaged else "unchanged"
-        yield Check(not damaged, f"state of {len(states)} clients: {found}")
+    kept = manifest.get("kept", {})
+    if kept:
+        last_round = max((line["round"] for line in whole_lines(directory)[0]), default=0)
+        used = newest_states(directory, last_round)  # by `keel predict`
+        wrong = [
+            f"clients/{client}/{name}"
+            for client, name in sorted({*kept.items(), *used.items()})
+            if kept.get(client) != name or not is_intact(directory / "clients" / client / name)
+        ]
+        found = f"missing, damaged or added: {', '.join(wrong)}" if wrong else "unchanged"
+        yield Check(not wrong, f"state of {len(kept)} clients: {found}")
+    if name := manifest.get("checkpoint"):  # with the heads that FedPAC's server makes
+        passed = is_intact(directory / "checkpoints" / name)
+        yield Check(
+            passed, f"checkpoints/{name}: {'unchanged' if passed else 'missing or damaged'}"
+        )
+
+
+def is_intact(version: Path) -> bool:
+    """Whether a client state or checkpoint has the digest in its name."""
+    return version.is_file() and digest(version.read_bytes()) in version.name
 
 
 def replay_checks(
@@ -177,9 +187,10 @@ def replay_checks(
         grid = simulation(manifest["clients"], companions=companions)
         run = prepare(grid, config, {**overrides, **own}, None, held)
         replay = read_manifest(run.directory.path)
-        is_same = replay["split"] == manifest["split"]
-        expected = "" if is_same else f", expected {manifest['split']}"
-        yield Check(is_same, f"split: {replay['split']}{expected}")
+        for key in ("data", "split"):
+            then = manifest.get(key, replay[key])  # 0.1 recorded no data
+            expected = "" if replay[key] == then else f", expected {then}"
+            yield Check(replay[key] == then, f"{key}: {replay[key]}{expected}")
         arrays = array_record(run.start.arrays)
         for line in history[:rounds]:
             trained = train_round(run, line["round"], arrays)

@@ -6,11 +6,12 @@ import shutil
 
 import numpy as np
 import pytest
+from data_fixtures import random_images
 from run_fixtures import resume, summary_of
 
 import server_app.federation
 import server_app.manifest
-from client_app.setup import client_indices, open_source
+from client_app.setup import client_indices, forget_sources, open_source
 from keel.experiments.runs import machines_of, status_of
 from keel.experiments.verify import checks, unfinished
 from protocol.code import sources_digest
@@ -18,6 +19,7 @@ from protocol.config import keel_version, resolve_config
 from protocol.files import digest
 from server_app.manifest import begin_manifest, versions
 from server_app.summary import read_manifest
+from server_app.trained import load_model
 
 keys = {"source": "digits", "model": "cnn-fedreco", "num-clients": 4}
 
@@ -73,6 +75,54 @@ def test_client_state_is_verified_by_its_digest(run):
     assert "client-0001/round-00002-" in check.found
     assert "client-0003/round-00002-" in check.found
     assert "client-0002" not in check.found
+
+
+def test_a_state_that_was_added_and_would_be_used_is_found(run):
+    folder = run({"num-rounds": 2, "method": "local", "local-test-fraction": 0.2})
+    *_, (_, client), (name, other) = sorted(
+        (n, c) for c, n in read_manifest(folder)["kept"].items()
+    )
+    shutil.copy(folder / "clients" / other / name, folder / "clients" / client)
+    images = np.random.default_rng(0).integers(0, 256, (9, 28, 28), dtype=np.uint8)
+    own, others = (load_model(folder, c).probabilities(images) for c in (client, other))
+    assert own.equal(others)  # the later name is taken
+    (folder / "clients" / "stranger").mkdir()
+    shutil.copy(folder / "clients" / other / name, folder / "clients" / "stranger")
+    (check,) = [c for c in checks(folder, rounds=0) if not c.passed]
+    added = f"clients/{client}/{name}, clients/stranger/{name}"
+    assert check.found == f"state of 4 clients: missing, damaged or added: {added}"
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_damaged_checkpoint_with_fedpacs_heads_is_found_and_not_used(run, is_cut):
+    folder = run({"num-rounds": 2, "method": "fedpac", "local-test-fraction": 0.2})
+    (path,) = folder.glob("checkpoints/*2-*")
+    assert [c.found for c in checks(folder, 0) if "checkpoints" in c.found] == [
+        f"checkpoints/{path.name}: unchanged"
+    ]
+    load_model(folder, "client-0001")
+    content = path.read_bytes()
+    path.write_bytes(content[:1000] if is_cut else content[:-9] + b"?" + content[-8:])
+    (check,) = [c for c in checks(folder, 0) if not c.passed]
+    assert check.found == f"checkpoints/{path.name}: missing or damaged"
+    with pytest.raises(ValueError, match=f"{path.name} is damaged and may have client-0001's head"):
+        load_model(folder, "client-0001")
+
+
+def test_data_that_has_changed_is_found(run, tmp_path):
+    """Beyond what the first rounds read: one pixel of a test image, evaluated in the last round."""
+    images, labels = random_images(40, 28, 28), np.arange(40) % 2
+    arrays = {"x_train": images, "y_train": labels, "x_test": images[:9], "y_test": labels[:9]}
+    np.savez(tmp_path / "data.npz", **arrays)
+    keys = {"source": f"npz:{tmp_path / 'data.npz'}", "partition": "iid", "min-samples": 1}
+    folder = run({**keys, "num-rounds": 3, "evaluate-every": 3, "data-fraction": 1.0})
+    assert all(check.passed for check in checks(folder, rounds=2))
+    arrays["x_test"] = images[:9] ^ (np.arange(9) == 8)[:, None, None].astype(np.uint8)
+    np.savez(tmp_path / "data.npz", **arrays)
+    forget_sources()
+    (check,) = [c for c in checks(folder, rounds=2) if not c.passed]
+    assert check.found.startswith("data: ")
+    assert check.found.endswith(f", expected {read_manifest(folder)['data']}")
 
 
 def test_a_run_that_did_not_finish_is_not_passed(run):
