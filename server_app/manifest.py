@@ -117,7 +117,7 @@ def begin_manifest(
     rounds are left: code that only completes a run is not noted.
     """
     try:
-        before = read_manifest(directory)
+        before = read_manifest(directory, is_whole=True)
     except ValueError as error:
         for name in ("manifest.json", "bundle.json"):
             with suppress(FileNotFoundError):

@@ -33,6 +33,24 @@ log = logging.getLogger("keel.server")
 SUMMARY_FILE = "summary.json"
 BLOCK = 4096  # bytes that a file system gives a file at a time, or a multiple
 RENAMED_FIELDS = {"folder": "directory", "refused": "rejected"}  # names before 0.2
+# of a manifest: what the values are, and which keys every run has
+MANIFEST_KINDS: dict[str, type] = {
+    "versions": dict,
+    "clients": int,
+    "simulated": bool,
+    "split": str,
+    "data": str,
+    "code": list,
+    "keel": list,
+    "machines": list,
+    "precision": list,
+    "rounds": dict,
+    "files": dict,
+    "kept": dict,
+    "checkpoint": str,
+    "audit": dict,
+}
+MANIFEST_KEYS = ("versions", "clients", "simulated", "split")
 # the first of these curves that was measured is the accuracy
 HEADLINE = (("personal", "mean"), ("global", "accuracy"), ("local_global", "mean"))
 
@@ -299,15 +317,39 @@ def read_object(path: Path) -> dict[str, Any]:
     return found
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
+def read_manifest(directory: Path, is_whole: bool = False) -> dict[str, Any]:
     """The content of manifest.json (bundle.json before 0.2); {} if there is none yet.
 
+    is_whole: it is a run's, with all of MANIFEST_KEYS; that of an archive has only some.
     ValueError naming the file if it is damaged.
     """
     path = directory / "manifest.json"
     if not path.exists():
         path = directory / "bundle.json"
-    return read_object(path) if path.exists() else {}
+    if not path.exists():
+        return {}
+    manifest = read_object(path)
+    missing = [key for key in MANIFEST_KEYS if is_whole and key not in manifest]
+    fault = f"it has no key {missing[0]!r}" if missing else odd_value(manifest)
+    if fault:
+        raise ValueError(f"{path} is damaged: {fault}")
+    return manifest
+
+
+def odd_value(manifest: Mapping[str, Any]) -> str:
+    """The first key of a manifest whose value is not as it is written; "" if there is none."""
+    for key, kind in MANIFEST_KINDS.items():
+        value = manifest.get(key, kind())
+        is_right = isinstance(value, kind)
+        if is_right and kind in (dict, list) and key != "audit":
+            is_right = all(isinstance(v, str) for v in (value.values() if kind is dict else value))
+        if is_right and key == "rounds":
+            is_right = all(map(str.isdecimal, value))
+        if is_right and key == "audit" and key in manifest:
+            is_right = value.keys() == {"lines", "digest"}
+        if not is_right:
+            return f"{key} = {value!r:.40}"
+    return ""
 
 
 def write_summary(directory: Path, summary: Mapping[str, Any]) -> None:

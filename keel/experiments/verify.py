@@ -86,13 +86,13 @@ def unfinished(directory: Path) -> str:
 
 def checks(directory: Path, rounds: int) -> Iterator[Check]:
     """All checks of one run, up to one without which the rest would make no sense."""
-    try:
-        manifest = read_manifest(directory)
-    except ValueError as error:
-        yield Check(False, str(error))
-        return
     if reason := unfinished(directory):
         yield Check(False, reason)
+        return
+    try:
+        manifest = read_manifest(directory, is_whole=True)
+    except ValueError as error:
+        yield Check(False, str(error))
         return
     yield from file_checks(directory, manifest)
     device = device_for(read_run_config(directory).train.device)
@@ -160,11 +160,10 @@ def file_checks(directory: Path, manifest: Mapping[str, Any]) -> Iterator[Check]
         ]
         found = f"missing, damaged or added: {', '.join(wrong)}" if wrong else "unchanged"
         yield Check(not wrong, f"state of {len(kept)} clients: {found}")
-    if name := manifest.get("checkpoint"):  # with the heads that FedPAC's server makes
-        passed = is_intact(directory / "checkpoints" / name)
-        yield Check(
-            passed, f"checkpoints/{name}: {'unchanged' if passed else 'missing or damaged'}"
-        )
+    if checkpoint := manifest.get("checkpoint"):  # with the heads that FedPAC's server makes
+        passed = is_intact(directory / "checkpoints" / checkpoint)
+        found = "unchanged" if passed else "missing or damaged"
+        yield Check(passed, f"checkpoints/{checkpoint}: {found}")
 
 
 def is_intact(version: Path) -> bool:
@@ -209,7 +208,7 @@ def round_check(
     """One round of the run (history line and manifest) and of its replay."""
     number = str(theirs["round"])
     our_accuracies, their_accuracies = accuracies(ours), accuracies(theirs)
-    recorded = manifest["rounds"].get(number)
+    recorded = manifest.get("rounds", {}).get(number)
     is_same = recorded is not None and replay["rounds"].get(number) == recorded
     shared = our_accuracies.keys() & their_accuracies.keys()
     # a run that was extended has evaluated a round for being its last

@@ -21,6 +21,7 @@ from server_app.manifest import begin_manifest, versions
 from server_app.summary import read_manifest
 from server_app.trained import load_model
 
+MISSING = object()
 keys = {"source": "digits", "model": "cnn-fedreco", "num-clients": 4}
 
 
@@ -123,6 +124,44 @@ def test_data_that_has_changed_is_found(run, tmp_path):
     (check,) = [c for c in checks(folder, rounds=2) if not c.passed]
     assert check.found.startswith("data: ")
     assert check.found.endswith(f", expected {read_manifest(folder)['data']}")
+
+
+odd_values = (3, "x", [1], {"a": 1}, None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, MISSING) for key in ("versions", "clients", "simulated", "split")),
+        *(("versions", value) for value in odd_values),
+        *(("code", value) for value in (3, [1], None)),
+        *(("machines", value) for value in (3, [1])),
+        *(("rounds", value) for value in (3, [1], {"a": "1"}, {"1": 1})),
+        *(("files", value) for value in (3, "x", [1], {"config.json": 1})),
+        *(("kept", value) for value in odd_values),
+        *(("audit", value) for value in ({}, *odd_values)),
+        *(("clients", value) for value in ("x", [1])),
+    ],
+)
+def test_a_manifest_of_odd_values_is_damaged(run, key, value):
+    """It is JSON still, as after a bit has flipped in a name: named, and set aside by a resume."""
+    folder = run({"num-rounds": 1})
+    manifest = read_manifest(folder) | {key: value}
+    if value is MISSING:
+        del manifest[key]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (check,) = checks(folder, rounds=0)
+    what = f"it has no key {key!r}" if value is MISSING else f"{key} = {value!r}"
+    assert (check.passed, check.found) == (False, f"{folder}/manifest.json is damaged: {what}")
+
+
+def test_a_manifest_with_a_misspelt_name_does_not_stop_a_resume(run):
+    folder = run({"num-rounds": 1})
+    text = (folder / "manifest.json").read_text()
+    (folder / "manifest.json").write_text(text.replace('"versions"', '"wersions"'))
+    resume(folder, num_rounds=2)
+    assert '"wersions"' in (folder / "manifest.json.damaged").read_text()
+    assert read_manifest(folder).keys() >= {"versions", "files", "kept"}
 
 
 def test_a_run_that_did_not_finish_is_not_passed(run):
