@@ -95,7 +95,11 @@ def checks(directory: Path, rounds: int) -> Iterator[Check]:
         yield Check(False, str(error))
         return
     yield from file_checks(directory, manifest)
-    device = device_for(read_run_config(directory).train.device)
+    try:
+        device = device_for(read_run_config(directory).train.device)
+    except ValueError as error:
+        yield Check(False, str(error))
+        return
     used = [*machines_of(directory), machine(device)]
     differing = differing_versions(manifest["versions"], versions(device), any_gpu(used))
     keel = ", then ".join(manifest.get("keel", ["not recorded"]))

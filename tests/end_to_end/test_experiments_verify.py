@@ -1,19 +1,21 @@
 """The manifest of a run and `keel experiments verify`."""
 
 import hashlib
+import io
 import json
 import shutil
 
 import numpy as np
 import pytest
 from data_fixtures import random_images
+from rich.console import Console
 from run_fixtures import resume, summary_of
 
 import server_app.federation
 import server_app.manifest
 from client_app.setup import client_indices, forget_sources, open_source
 from keel.experiments.runs import machines_of, status_of
-from keel.experiments.verify import checks, unfinished
+from keel.experiments.verify import checks, unfinished, verify
 from protocol.code import sources_digest
 from protocol.config import keel_version, resolve_config
 from protocol.files import digest
@@ -153,6 +155,20 @@ def test_a_manifest_of_odd_values_is_damaged(run, key, value):
     (check,) = checks(folder, rounds=0)
     what = f"it has no key {key!r}" if value is MISSING else f"{key} = {value!r}"
     assert (check.passed, check.found) == (False, f"{folder}/manifest.json is damaged: {what}")
+
+
+@pytest.mark.parametrize("content", [b"{", None])
+def test_a_damaged_config_does_not_keep_other_runs_from_being_verified(run, tmp_path, content):
+    folder = run({"num-rounds": 1})
+    for name in ("a", "b"):
+        shutil.copytree(folder, tmp_path / "runs" / name)
+    path = tmp_path / "runs" / "a" / "config.json"
+    path.unlink() if content is None else path.write_bytes(content)
+    out = io.StringIO()
+    assert verify(tmp_path / "runs", 0, Console(file=out, width=300)) == 1
+    assert f"failed {path.parent if content is None else path} " in out.getvalue()
+    assert f"{tmp_path / 'runs' / 'b'}\n  passed config.json" in out.getvalue()
+    assert "2 runs, 2 checks failed" in out.getvalue()
 
 
 def test_a_manifest_with_a_misspelt_name_does_not_stop_a_resume(run):
