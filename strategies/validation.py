@@ -28,6 +28,7 @@ from protocol.messages import (
     payload_bytes,
     read_reply,
 )
+from protocol.privacy import noise_sigma
 from protocol.text import in_one_line, shortened
 
 log = logging.getLogger("keel.server")
@@ -135,7 +136,9 @@ class ExpectedReply:
 
 def largest_values(sent: Arrays, privacy: PrivacyConfig) -> dict[str, float]:
     """The largest magnitude of a value in a reply, for each floating array; with room for noise."""
-    noise = 100 * privacy.clip_norm / privacy.epsilon if privacy.epsilon else 0.0
+    noise = 0.0
+    if privacy.epsilon:  # with a delta below 4e-9, 8 standard deviations are more
+        noise = max(100 * privacy.clip_norm / privacy.epsilon, 8 * noise_sigma(privacy))
     return {
         name: max(MAX_VALUE_RATIO * max(1.0, *(abs(end) for end in extremes(array))), noise)
         for name, array in sent.items()

@@ -13,6 +13,7 @@ from strategies.validation import (
     beyond_bound,
     beyond_median,
     count_outliers,
+    largest_values,
     norm,
     opposed,
     rejection_reason,
@@ -160,3 +161,14 @@ def test_outliers_declare_more_than_ten_times_the_median():
 
 def test_no_bound_by_default():
     assert beyond_bound({"a": 1.0, "b": 1e9}, rounds_config(), NormReference()) == {}
+
+
+@pytest.mark.parametrize("delta", [1e-5, 1e-20, 1e-300])
+@pytest.mark.parametrize("sensitivity", ["local", "central"])
+def test_honest_noise_is_within_the_bound_on_values_whatever_delta_is(delta, sensitivity):
+    given = {"epsilon": 1e-3, "delta": delta, "sensitivity": sensitivity, "metrics": "withheld"}
+    privacy = resolve_config({f"privacy.{k}": v for k, v in given.items()}).privacy
+    bound = largest_values({"w": torch.zeros(1)}, privacy)["w"]
+    sigma = math.sqrt(2 * math.log(1.25 / delta)) / privacy.epsilon * privacy.clip_norm
+    sigma *= {"local": 2, "central": 1}[sensitivity]
+    assert math.erfc(bound / sigma / math.sqrt(2)) < 2e-15  # for each entry
