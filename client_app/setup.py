@@ -170,10 +170,10 @@ def placed(model: StagedModel, device: torch.device) -> StagedModel:
     CUDA normalises groups in contiguous memory only: with channels-last memory it would copy the
     input of every such layer, and its output for the next convolution.
     """
-    has_groups = any(isinstance(part, torch.nn.GroupNorm) for part in model.modules())
-    if device.type == "cuda" and has_groups:
-        return model.to(device, memory_format=torch.contiguous_format)
-    return model.to(device)
+    model.to(device)
+    if device.type == "cuda" and any(isinstance(p, torch.nn.GroupNorm) for p in model.modules()):
+        model.to(memory_format=torch.contiguous_format)
+    return model
 
 
 @lru_cache(maxsize=4)  # the roster needs it for every client, and the networks are the same
