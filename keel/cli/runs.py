@@ -430,7 +430,8 @@ def export(
     if client and to is Format.csv:
         raise ValueError("--client with --to csv: the history is of all clients; leave it out")
     if to is Format.csv:
-        what = f"{write_csv(saved, path)} rounds of {saved.name}"
+        num_rounds = write_csv(saved, path)
+        what = f"{num_rounds} round{'s' * (num_rounds != 1)} of {saved.name}"
     else:
         from keel.cli.export import export_model
 
