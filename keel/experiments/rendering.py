@@ -28,6 +28,7 @@ from keel.experiments.claims import (
     tally,
 )
 from keel.experiments.figures import Chart, Picture, label_pictures, run_charts, run_pictures
+from keel.experiments.measure import Take
 from keel.experiments.plan import (
     Result,
     differs,
@@ -155,27 +156,28 @@ class Section:
     def _means(self) -> dict[str, list[float]]:
         """The different means of each column, best first, of cells whose seeds all have a number.
 
-        Empty where the table `mixes`; without columns whose cells are of different data, or are
-        times of different machines.
+        Empty where the table `mixes`; without columns whose cells are of different data, are times
+        of different machines, or are a time beside other numbers.
         """
         found: dict[str, set[float]] = {}
         results = self.results.values()
         if self.mixes:
             return {}
-        times, data = set(), dict[str, set[tuple[str, str]]]()
+        times, data = dict[str, set[Take | None]](), dict[str, set[tuple[str, str]]]()
         machines: dict[str, set[str]] = {}
         for result in results:
-            name = result.cell.column.name
+            name, take = result.cell.column.name, result.cell.take
             data.setdefault(name, set()).update(result.data)
-            if result.cell.take.is_time:
-                times.add(name)
+            times.setdefault(name, set()).add(take if take.is_time else None)
+            if take.is_time:
                 machines.setdefault(name, set()).update(result.machines)
             if result.mean is not None and is_ranked(result):
                 found.setdefault(name, set()).add(result.mean)
         mixed = {name for name, each in data.items() if differs(each)}
         mixed |= {name for name, each in machines.items() if len(each) > 1}
+        mixed |= {name for name, each in times.items() if len(each) > 1}
         return {
-            name: sorted(each, reverse=name not in times)
+            name: sorted(each, reverse=None in times[name])
             for name, each in found.items()
             if name not in mixed
         }

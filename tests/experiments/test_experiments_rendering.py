@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from keel.experiments.measure import History
+from keel.experiments.measure import History, Take
 from keel.experiments.recipe import load_recipe
 from keel.experiments.rendering import Section, label_of, write_report
 from keel.experiments.runs import Options
@@ -27,9 +27,8 @@ def section(
 ):
     results = {}
     for name, mean in means.items():
-        cell = SimpleNamespace(
-            column=SimpleNamespace(name="c"), take=SimpleNamespace(is_time=is_time), paper=paper
-        )
+        take = Take("seconds a round" if is_time in (True, name) else "final")
+        cell = SimpleNamespace(column=SimpleNamespace(name="c"), take=take, paper=paper)
         results[name, "c"] = SimpleNamespace(
             cell=cell, mean=mean, code=(code or name,), precision=precision and (name,),
             failures={0: "diverged"} if name in failed else {},
@@ -59,6 +58,7 @@ def test_the_best_of_a_column_and_the_second_are_marked():
     assert set(ranks(section(means, mixed="data")).values()) == {""}
     assert set(ranks(section(means, is_time=True, mixed="machines")).values()) == {""}
     assert ranks(section(means, mixed="machines"))["c"] == "best"
+    assert set(ranks(section(means, is_time="a")).values()) == {""}  # seconds beside accuracies
     assert ranks(section({"a": 1.0, "b": 1.0, "c": 0.0})) == {
         **{"a": "best", "b": "best", "c": "second"}
     }
