@@ -32,6 +32,7 @@ from protocol.models import MODELS
 from protocol.options import OptionValue, did_you_mean
 
 TUNED_SEEDS = 5  # that judge a tuned side, beside the one that tuned it
+MAX_SLUG = 120  # characters: file systems allow 255, and a report's pictures have longer names
 
 
 def candidates_of(cell: Cell, options: Options) -> Sequence[Keys]:
@@ -314,7 +315,7 @@ def job_name(recipe: Recipe, options: Options) -> str:
     """The file name of a job, without suffix."""
     key = json.dumps([recipe.content, options.label, options.full_grid]).encode()
     slug = "".join(c if c.isalnum() else "-" for c in f"{recipe.name}--{options.label}")
-    return f"{slug}-{digest(key)[:8]}"
+    return f"{slug[:MAX_SLUG]}-{digest(key)[:8]}"
 
 
 def load_job(job: Path) -> tuple[Recipe, Options]:

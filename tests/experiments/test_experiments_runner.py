@@ -601,6 +601,26 @@ def test_a_job_is_known_by_its_content_and_keeps_its_tuning_seed(tmp_path):
     assert [r.keys["seed"] for r in runs_needed(plain, plain.cells, how, out, ())] == [0, 0]
 
 
+def test_a_job_with_keys_of_a_method_that_is_not_here_is_another(tmp_path):
+    recipe = parse_recipe(two_rows, Path("t.yaml"))
+    runner.save_job(recipe, options(), tmp_path)
+    (job,) = (tmp_path / "jobs").iterdir()
+    about = json.loads(job.read_text())
+    about["text"] = about["text"].replace("config: {", "config: {mymethod.mu: 1, ")
+    job.rename(other := job.with_name("other.json")).write_text(json.dumps(about))
+    assert runner.save_job(recipe, options(seeds=[1]), tmp_path) == [1]
+    assert {path.name for path in (tmp_path / "jobs").iterdir()} == {job.name, other.name}
+
+
+def test_a_job_of_many_changes_has_a_name_that_file_systems_allow(tmp_path):
+    recipe = parse_recipe(two_rows, Path("t.yaml"))
+    changes = [{"data-dir": "/data" * 60, "lr": lr} for lr in (0.1, 0.2)]
+    for changed in changes:
+        runner.save_job(recipe, options(changes=changed), tmp_path)
+    assert len(list(tmp_path.glob("jobs/*.json"))) == 2
+    assert all(len(path.name) < 150 for path in tmp_path.glob("jobs/*.json"))
+
+
 def test_seeds_asked_for_later_are_run_with_what_the_first_seed_chose(tmp_path, monkeypatch):
     recipe, how = parse_recipe(tuned, Path("t.yaml")), options(seeds=[5])
     fake_runs(recipe, tmp_path, how, {0.1: 0.5, 1: 0.9, 10: 0.7})
