@@ -33,7 +33,8 @@ def run_charts(recipe: Recipe, results: Results) -> Iterator[Chart]:
             for c in recipe.cells
             if c.column.name == columns[0].name
         ]
-        counted = {r.cell.row.name: r.counted_runs for r in found if r.finished}
+        found = [result for result in found if result.finished and not result.mixes]
+        counted = {result.cell.row.name: result.counted_runs for result in found}
         parts = [set(column.parts) for column in columns]
         title = ", ".join(p for p in columns[0].parts if all(p in other for other in parts))
         decays = {c.take.number for c in (r.cell for r in found) if c.take.how == "ema"}
@@ -41,7 +42,6 @@ def run_charts(recipe: Recipe, results: Results) -> Iterator[Chart]:
         lines = [
             report_curve(result, [results.get((result.cell.row.name, c.name)) for c in columns])
             for result in found
-            if result.finished and not result.mixes
         ]
         figure = curves(lines, "round", "accuracy (%)", max_points=MAX_POINTS)
         yield f"{title}: accuracy over rounds{average}", figure

@@ -30,7 +30,14 @@ from keel.experiments.claims import (
     verdict_on,
 )
 from keel.experiments.figures import curve_of, run_charts
-from keel.experiments.plan import Result, best_candidate, results_of, runs_needed, selected
+from keel.experiments.plan import (
+    Result,
+    best_candidate,
+    load_job,
+    results_of,
+    runs_needed,
+    selected,
+)
 from keel.experiments.recipe import Claim, Recipe, parse_recipe
 from keel.experiments.rendering import ours as cell_text
 from keel.experiments.rendering import section_of, write_report
@@ -1135,6 +1142,11 @@ def test_measures_of_features_are_compared_over_rows_on_one_axis(tmp_path):
     assert shown == [("FedAvg", [2], [0.5]), ("FedProx", [2], [1.5])]  # the mean over seeds
     assert title == "result: vci, mean over clients and of the global model"
     assert title in write_report(tmp_path)[0].read_text()
+    manifest = run_of(recipe.cells[0], {}, 0, how, tmp_path).finished() / "manifest.json"
+    manifest.write_text(json.dumps({"code": [OTHER]}))
+    recipe, how = load_job(*(tmp_path / "jobs").iterdir())
+    *_, (_, figure) = run_charts(recipe, results_of(recipe, how, tmp_path))
+    assert [trace["name"] for trace in figure["data"]] == ["FedProx"]  # not of different code
 
 
 def test_a_report_says_which_of_the_tuned_values_were_tried(tmp_path):
