@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
+from client_app.graphs import Replayed
 from client_app.node_config import NodeConfig, client_name, own_architecture, own_splits
 from client_app.round import RoundContext, on_device
 from client_app.samples import Pixels, Samples
@@ -67,6 +68,7 @@ class ProcessCache:
             self._sizes, self._samples_bytes = {}, 0
             self.has_logged_full_cache = False
             self.max_stacked = 0
+            Replayed.obstacles, Replayed.passed = {}, set()
 
     def samples(
         self, config: RunConfig, data: DatasetSpec, node_config: NodeConfig, device: torch.device

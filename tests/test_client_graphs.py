@@ -5,7 +5,7 @@ Kernels themselves are recorded in tests/test_gpu.py.
 
 import pytest
 import torch
-from client_fixtures import assert_same_bits, make_config, subject_of, train
+from client_fixtures import assert_same_bits, make_config, make_round, subject_of, train
 from method_fixtures import METHODS
 from test_client_waits import train_two_rounds
 from torch.utils import _pytree as pytree
@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 import client_app.graphs
 import client_app.trainer
 from client_app.graphs import NUM_EAGER, Obstacles, Recording, Replayed
+from client_app.process_cache import ProcessCache
 from protocol.config import resolve_config
 
 LONG = {  # phases whose length `local-epochs` does not say
@@ -197,6 +198,17 @@ def test_what_a_graph_cannot_have_is_called_as_it_is_and_said_once(
     assert texts == [
         f"a step of mine is not recorded as a CUDA graph: it has the operation {operation}"
     ]
+
+
+def test_what_was_found_of_steps_is_forgotten_with_their_run(recorded):
+    """The next run in this process, as in a notebook, may have other options or mended code."""
+    cache, config = ProcessCache(), make_config()
+    make_round(config, cache=cache)
+    Replayed.obstacles["a step of mine"] = "it waits"
+    make_round(config, number=2, cache=cache)
+    assert Replayed.obstacles
+    make_round(make_config(seed=1), cache=cache)
+    assert not Replayed.obstacles
 
 
 @pytest.mark.parametrize(
