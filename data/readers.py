@@ -286,9 +286,8 @@ def _read_npz(path: Path) -> RawSource:
         raise ValueError(f"{path}: not a readable npz file: {one_line(error)}") from error
     missing = [key for key in keys if key not in arrays]
     if missing:
-        raise ValueError(
-            f"{path} has {found} and no {', '.join(missing)}; expected {', '.join(keys)}"
-        )
+        lack = f"no {', '.join(missing)}; expected {', '.join(keys)}"
+        raise ImageFileError(f"{path} has {found} and {lack}", f"an npz file has {lack}")
     for key, array in arrays.items():
         if not isinstance(array, np.ndarray) or array.ndim == 0:
             raise ValueError(f"{path}: {key} is no array: write the file with numpy.savez")

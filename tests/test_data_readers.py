@@ -14,6 +14,7 @@ from data_fixtures import make_folder, make_npz, random_images, rejected, save_i
 from PIL import Image
 
 from data import readers
+from data.decoding import ImageFileError
 
 
 def idx_bytes(array):
@@ -318,6 +319,15 @@ def test_invalid_npz_files_are_refused(load, tmp_path, changes, problem):
         message := rejected(load, make_npz(tmp_path / "mine.npz", **changes))
     )
     assert problem in message
+
+
+def test_the_names_of_other_arrays_of_an_npz_file_stay_at_the_site(load, tmp_path):
+    path = tmp_path / "mine.npz"
+    np.savez(path, anna_meier=np.zeros(3), x_train=np.zeros(3))
+    with pytest.raises(ImageFileError, match="has anna_meier, x_train and no y_train,") as caught:
+        load(f"npz:{path}")
+    lack = "no y_train, x_test, y_test; expected x_train, y_train, x_test, y_test"
+    assert caught.value.nameless == f"an npz file has {lack}"
 
 
 @pytest.mark.parametrize("kind", ["npy", "text", "cut short"])
