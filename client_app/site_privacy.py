@@ -290,6 +290,12 @@ class Ledger:
         return b'"digest": "%b"' % self.newest.read_bytes() not in content
 
 
+def spent_epsilon(node_config: NodeConfig, delta: float) -> float:
+    """The total epsilon of this site's releases so far; PrivacyRefused where it is not known."""
+    total = Ledger(node_config).total_spent()
+    return composed_epsilon(total**-0.5, delta) if total else 0.0
+
+
 def charge_release(
     config: RunConfig, node_config: NodeConfig, client: str, run: str, round_: int
 ) -> None:

@@ -1,5 +1,6 @@
 """Checks of where Keel's code runs: versions, disk, device, data, worker, simulation."""
 
+import math
 import os
 import shutil
 import sys
@@ -135,6 +136,21 @@ def check_data(
 
 
 @check
+def check_privacy_limits(source: str) -> Iterator[Finding]:
+    """The site's limits in the environment are valid; what is spent of its budget."""
+    from client_app.site_privacy import check_names, site_limits, spent_epsilon
+
+    check_names({})
+    limits = site_limits({})
+    if math.isfinite(limits.budget_epsilon):
+        spent = spent_epsilon({"source": source}, limits.budget_delta)
+        yield fine(
+            f"privacy limits: epsilon {spent:.4g} of {limits.budget_epsilon:g} is spent, at delta "
+            f"{limits.budget_delta:g}"
+        )
+
+
+@check
 def check_worker(path: Path | None) -> Iterator[Finding]:
     """The resident worker answers, and runs this machine's code."""
     if path is None:
@@ -163,6 +179,11 @@ def check_runtime(
         yield from check_device(device)
         if source:
             yield from check_data(source, classes, {"model": model} if model else {})
+        else:
+            yield fine("data: not checked: neither --source nor KEEL_SOURCE names it")
+        yield from check_privacy_limits(source)
+        if worker is None:
+            yield fine("worker: not checked: neither --worker nor KEEL_WORKER names its socket")
         yield from check_worker(worker)
 
 

@@ -10,7 +10,8 @@ def test_inside_checks_only_where_the_code_runs(tmp_path, monkeypatch):
     monkeypatch.delenv("KEEL_WORKER", raising=False)
     status, lines = doctor("client", "--inside")
     assert [line.split(":")[0] for line in lines] == [
-        *("ok       versions", "ok       disk", "ok       device", "PROBLEM  data", "1 problem"),
+        *("ok       versions", "ok       disk", "ok       device", "PROBLEM  data"),
+        *("ok       worker", "1 problem"),
     ]
     assert status == 1
     status, lines = doctor("server", "--inside", "--code", "f" * 16)
@@ -19,6 +20,38 @@ def test_inside_checks_only_where_the_code_runs(tmp_path, monkeypatch):
     status, lines = doctor("server", "--credentials", str(tmp_path))
     assert status == 2
     assert "--credentials and --fleet are required" in " ".join(lines)
+
+
+def test_what_it_cannot_check_it_says(tmp_path, monkeypatch):
+    """Without containers no variable names data and worker: "no problems found" was all it said."""
+    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+    monkeypatch.delenv("KEEL_SOURCE", raising=False)
+    monkeypatch.delenv("KEEL_WORKER", raising=False)
+    _, lines = doctor("client", "--inside", "--device", "cpu", "--classes", "cat,dog")
+    assert "ok       data: not checked: neither --source nor KEEL_SOURCE names it" in lines
+    found = "ok       worker: not checked: neither --worker nor KEEL_WORKER names its socket"
+    assert found in lines
+
+
+def test_privacy_limits_of_the_environment(tmp_path, monkeypatch):
+    """With a limit that cannot be read the worker starts, and refuses every run."""
+    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+    asked = ("client", "--inside", "--device", "cpu")
+    monkeypatch.setenv("KEEL_PRIVACY_BUDGET_EPSILON", "8")
+    found = "ok       privacy limits: epsilon 0 of 8 is spent, at delta 1e-05"
+    assert found in doctor(*asked)[1]
+    monkeypatch.setenv("KEEL_PRIVACY_BUDGET_EPSILON", "8,0")
+    status, lines = doctor(*asked)
+    (line,) = [line for line in lines if line.startswith("PROBLEM")]
+    found = "privacy-budget-epsilon = '8,0' of this site: expected a number > 0"
+    assert line == f"PROBLEM  privacy limits: {found}"
+    assert status == 1
+    monkeypatch.setenv("KEEL_PRIVACY_BUDGET_EPSILON", "8")
+    monkeypatch.setenv("KEEL_PRIVACY_BUGDET", "8")
+    assert any(
+        line.startswith("PROBLEM  privacy limits: KEEL_PRIVACY_BUGDET: unknown privacy limit")
+        for line in doctor(*asked)[1]
+    )
 
 
 def test_without_a_machine_it_checks_this_one_for_simulation(tmp_path, monkeypatch):
