@@ -299,7 +299,8 @@ def run_on_deployment(job: Job, terminal: Terminal) -> None:
             raise
         status = outcome(flower, terminal)
         if status != "finished:completed":
-            raise RuntimeError(f"the run is {status or 'not started'}: {flower.reason()}")
+            ended = status.removeprefix("finished:") or "did not start"
+            raise RuntimeError(f"the run {ended}: {flower.reason()}")
 
 
 def outcome(flower: "FlowerRun", terminal: Terminal) -> str:

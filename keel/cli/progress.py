@@ -44,7 +44,7 @@ class Terminal(logging.Handler):
         self.last_round = self.num_done = 0
         self.created = self.begun = time.monotonic()
         self.summary: Mapping[str, Any] = {}
-        self.resume_command = ""  # only for a run on a deployment
+        self.resume_command = ""  # of a resumed run, or of one on a deployment
         self.bar = PlanAndBar(
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
@@ -150,15 +150,14 @@ class Terminal(logging.Handler):
 
     def stopped(self) -> None:
         """Print how to continue an interrupted run."""
-        if self.resume_command:
+        if self.directory:
+            name = escape(SavedRun(self.directory).reference)
+            done = f"[yellow]stopped[/] after round {self.last_round}"
+            self.print(f"{done}; to continue: keel resume {name}")
+        elif self.resume_command:
             self.print(f"[yellow]stopped[/]; to continue: {escape(self.resume_command)}")
-            return
-        if self.directory is None:
+        else:
             self.print("[yellow]stopped[/] before round 1: there is no run to resume")
-            return
-        name = escape(SavedRun(self.directory).reference)
-        done = f"[yellow]stopped[/] after round {self.last_round}"
-        self.print(f"{done}; to continue: keel resume {name}")
 
 
 def row_of(label: str, text: str) -> str:

@@ -275,6 +275,10 @@ def prepared(
         is_on_cpu=config.train.device == "cpu",
     )
     terminal = Terminal(config.rounds.num_rounds, quiet)
+    if resumed:
+        terminal.resume_command = f"keel resume {resumed.reference}"
+    elif name:
+        terminal.resume_command = engines.resume_command(name, job)
     if name and is_remote:  # its config is on the server
         rows = [("resume", name), ("same as", flwr_line(job))]
     else:

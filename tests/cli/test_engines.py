@@ -101,7 +101,8 @@ def test_the_reason_of_a_failure_is_one_line(tmp_path, log, reason):
 
 ENDS = {
     "finished:completed": nullcontext(),
-    "finished:failed": pytest.raises(RuntimeError, match="the run is finished:failed"),
+    "finished:failed": pytest.raises(RuntimeError, match=r"^the run failed: "),
+    "finished:stopped": pytest.raises(RuntimeError, match=r"^the run stopped: "),
     "Ctrl-C": pytest.raises(KeyboardInterrupt),
 }
 

@@ -7,6 +7,8 @@ from model_fixtures import undrawn
 from run_fixtures import only_run
 from tools.sizes import as_json, measured_sizes
 
+from keel.cli import engines
+from keel.cli.interrupts import INTERRUPTED_CODE
 from keel.cli.main import main
 from keel.cli.run import NOT_STARTED, Engine, EngineOptions, config_of, prepared, with_clients
 from keel.cli.sizes import SIZES_FILE, data_size, parameter_count, stored_sizes
@@ -227,3 +229,24 @@ def test_the_parameter_count_before_the_run_is_the_networks(keys):
         network = model_for(config, open_source(config))
         assert parameter_count(config, size) == sum(p.numel() for p in network.parameters())
     assert size.image_shape == network.input_shape
+
+
+@pytest.mark.end_to_end
+@pytest.mark.parametrize("engine", [Engine.inline, Engine.deployment])
+def test_a_resume_that_is_stopped_before_its_first_line_can_be_resumed(
+    home, capsys, monkeypatch, engine
+):
+    """It said that there is no run to resume."""
+    assert main(["run", *SMALL, "num-clients=2", "keep-state=true", "run-name=mine"]) == 0
+
+    def interrupted(job, terminal):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engines, "run_in_process", interrupted)
+    monkeypatch.setattr(engines, "run_on_deployment", interrupted)
+    capsys.readouterr()
+    where = ["--engine", "deployment", "--federation", "localhost:8000"]
+    where = where if engine is Engine.deployment else []
+    assert main(["resume", "mine", "num-rounds=4", *where]) == INTERRUPTED_CODE
+    expected = " ".join(["stopped; to continue: keel resume mine", *where])
+    assert expected in capsys.readouterr().out
