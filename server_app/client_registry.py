@@ -87,6 +87,7 @@ def gather_roster(
             if is_in_process_grid(grid):  # users of a simulation do not know its nodes
                 raise ValueError(reason)
             if names and node in names:
+                reason = reason.removeprefix(f"client {names[node]}: ")  # the client's own words
                 raise ValueError(f"client {names[node]} cannot take part: {reason}")
             raise ValueError(f"a client cannot take part (node {node}): {reason}")
         if answers.silent:

@@ -121,6 +121,15 @@ def check_widths(config: RunConfig, widths: Counter[tuple[str, int]], source: So
         )
 
 
+def class_without_samples(source: Source, label: int) -> ValueError:
+    """The refusal of a run in which no client has samples of the class with this label."""
+    return ValueError(
+        f"no client has samples of the class {source.class_names[label]!r} of the run's source "
+        f"{source.name}: it cannot be learnt: remove it there, or number the labels of an npz file "
+        "from 0 without gaps"
+    )
+
+
 def check_partitions(entries: Iterable[RosterEntry]) -> None:
     """ValueError naming a client that is simulated, or one of another number, unlike the others.
 
@@ -188,10 +197,7 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
     if not are_withheld:
         totals = [sum(counts) for counts in zip(*(e.label_counts for e in entries), strict=True)]
         if 0 in totals:
-            raise ValueError(
-                f"no client has samples of class {totals.index(0)}: it cannot be learnt; labels "
-                "are numbered from 0"
-            )
+            raise class_without_samples(source, totals.index(0))
     method.check_roster(known_label_counts(entries))
     if config.evaluated_clients != "none":
         for entry in entries:

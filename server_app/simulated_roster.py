@@ -21,7 +21,7 @@ from data.sources import Source
 from protocol.config import RunConfig
 from protocol.messages import RosterEntry
 from server_app.logical_clients import LogicalGrid
-from server_app.roster import MAX_LISTED, check_widths
+from server_app.roster import MAX_LISTED, check_widths, class_without_samples
 from strategies.sampling import FIRST_NODE, ClientNames, name_of
 
 CACHED_ENTRIES = 4096
@@ -144,10 +144,7 @@ def check_simulated_roster(roster: SimulatedRoster, evaluates_clients: bool) -> 
     labels = np.asarray(roster.source.train.labels)[roster.parts.indices]
     totals = np.bincount(labels, minlength=roster.source.num_classes).tolist()
     if 0 in totals and not config.privacy.withholds_metrics:  # else clients do not say it
-        raise ValueError(
-            f"no client has samples of class {totals.index(0)}: it cannot be learnt; labels are "
-            "numbered from 0"
-        )
+        raise class_without_samples(source, totals.index(0))
     if evaluates_clients and not sizes[:, 1].all():
         client = name_of(int(np.argmin(sizes[:, 1])))
         raise roster.config.no_test_part(client)

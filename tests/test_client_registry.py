@@ -11,7 +11,12 @@ from roster_fixtures import config_of, entry
 
 import server_app.client_registry
 from client_app.setup import dataset_spec_of, open_source
-from protocol.flower_compat import SUPERLINK_NODE, assign_message_id, assign_source_node
+from protocol.flower_compat import (
+    CLIENT_FAILED,
+    SUPERLINK_NODE,
+    assign_message_id,
+    assign_source_node,
+)
 from protocol.messages import RosterRequest, request_record, roster_content
 from server_app.client_registry import ClientRegistry, ask, gather_roster
 
@@ -407,6 +412,21 @@ def test_a_client_that_says_it_is_not_there_is_named_and_asked_once(keys, fleet,
     with pytest.raises(ValueError, match=r"^client b cannot take part: I am not here"):
         gather_roster(grid, registry.config, registry.query, registry.source)
     assert sorted(grid.asked) == [1, 2, 3]
+
+
+def test_a_client_that_refuses_is_named_once(keys, fleet):
+    """Its answer names it too, for runs in which names are not verified."""
+    grid, _, registry = fleet
+    reply = grid.reply
+
+    def refusing(message):
+        if message.metadata.dst_node_id != 2:
+            return reply(message)
+        return Message(Error(CLIENT_FAILED, "client b: no data"), reply_to=message)
+
+    grid.reply = refusing
+    with pytest.raises(ValueError, match=r"^client b cannot take part: no data$"):
+        gather_roster(grid, registry.config, registry.query, registry.source)
 
 
 def test_a_client_that_says_nothing_at_the_start_is_named(keys, fleet):

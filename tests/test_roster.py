@@ -55,7 +55,7 @@ def test_clients_that_fit_are_accepted():
             [entry("a"), entry("b", model="resnet20")],
             "client b trains resnet20, the run cnn-fedreco",
         ),
-        ([entry("a", (1,) * 9 + (0,))], "no client has samples of class 9"),
+        ([entry("a", (1,) * 9 + (0,))], "no client has samples of the class '9'"),
         (
             [entry("a"), entry("b"), entry("c", num_partitions=10**9)],
             "client c: num-partitions = 1000000000, the others have 0 (0: data of its own)",
