@@ -4,7 +4,7 @@ import hashlib
 import inspect
 import traceback
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ def place_of(function: Callable[..., Any]) -> str:
     return f"{function.__qualname__} ({path.as_posix()}:{code.co_firstlineno})"
 
 
+@cache  # a method is looked up several times for each client of a round
 def check_signatures(half: type[Any]) -> None:
     """ValueError if a method's half has a function that Keel cannot call as that of the base."""
     for name in dir(half):

@@ -205,13 +205,21 @@ def test_a_function_of_ones_own_may_take_what_it_likes(parameters):
 
 
 def test_both_halves_of_a_method_are_checked_before_round_1(monkeypatch):
+    half = server_half("fedreco")
+    check_signatures.cache_clear()
     monkeypatch.setattr(MOON, "layers", lambda self: [])
     with pytest.raises(ValueError, match=r"takes \(self\): expected \(self, model\)"):
         method_class("moon")
-    half = server_half("fedreco")
     monkeypatch.setattr(half, "next_arrays", lambda self: {})
     with pytest.raises(ValueError, match=r"takes \(self\): expected \(self, current, replies\)"):
         server_half("fedreco")
+
+
+def test_a_method_is_checked_once_in_a_process(monkeypatch):
+    """Its class is looked up for each client of each round."""
+    method_class("moon")
+    monkeypatch.setattr("protocol.code.inspect.signature", None)
+    method_class("moon")
 
 
 def test_the_place_of_a_decorated_function_is_its_own():
