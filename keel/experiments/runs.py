@@ -337,7 +337,7 @@ def machines_of(directory: Path) -> list[str]:
     manifest = read_manifest(directory)
     if not manifest.get("simulated", True):
         return ["its clients' own"]
-    versions = manifest.get("versions", {"cpu": "not recorded", "gpu": "none"})
+    versions = {"cpu": "not recorded", "gpu": "none"} | manifest.get("versions", {})
     on_gpu = versions["gpu"] != "none"
     kind = f"cuda: {versions['gpu']}" if on_gpu else f"cpu: {versions['cpu']}"
     return manifest.get("machines") or [kind]

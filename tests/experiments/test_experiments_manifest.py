@@ -212,8 +212,11 @@ def test_the_commit_is_keels_own_or_none(tmp_path, monkeypatch):
 
 
 def test_a_manifest_of_before_says_its_kind_of_processor(tmp_path):
-    for gpu, expected in (("none", "cpu: x86_64 AVX2"), ("some GPU", "cuda: some GPU")):
-        versions = {"cpu": "x86_64 AVX2", "gpu": gpu}
+    for versions, expected in (
+        ({"cpu": "x86_64 AVX2", "gpu": "none"}, "cpu: x86_64 AVX2"),
+        ({"cpu": "x86_64 AVX2", "gpu": "some GPU"}, "cuda: some GPU"),
+        ({"cpu": "x86_64 AVX2", "fpu": "none"}, "cpu: x86_64 AVX2"),  # a bit has flipped
+    ):
         (tmp_path / "manifest.json").write_text(json.dumps({"versions": versions}))
         assert machines_of(tmp_path) == [expected]
 
