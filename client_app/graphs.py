@@ -19,7 +19,7 @@ from protocol.text import in_one_line
 
 log = logging.getLogger("keel.client")
 
-NUM_EAGER = 2  # calls before the first recording: libraries allocate, obstacles show
+NUM_EAGER = 2  # calls before the first recording: libraries allocate, and obstacles are found
 MIN_CALLS = 8  # of the same form; for fewer, recording takes longer than it saves
 # these wait to look for errors; torch has no tag for that
 CHECKED = {"_linalg_check_errors", "_linalg_eigh", "_linalg_svd"}
@@ -139,16 +139,16 @@ class Recording:
 class Replayed:
     """A function of nested tensors whose kernels are recorded for each form of its inputs.
 
-    That is at the third call, and where such a function was recorded before, at the second: the
-    call before shows which inputs stay the same. It may read and write other tensors, in place;
-    whatever else it reads must not change. If a graph cannot have it, because it waits for the
-    device, say, it is called as it is.
+    The third call is recorded, or the second if such a function has passed the search for obstacles
+    before: the call before shows which inputs stay the same. It may read and write other tensors,
+    in place; whatever else it reads must not change. If a graph cannot have it, because it waits
+    for the device, say, it is called as it is.
     what: names it in the log, where that is said once.
-    kind: with `what` and the inputs' structure, says which operations it has.
+    kind: tells apart functions of the same `what` that have different operations.
     """
 
     obstacles: ClassVar[dict[str, str]] = {}  # why not, by `what`
-    passed: ClassVar[set[Hashable]] = set()  # what was found to have none
+    passed: ClassVar[set[Hashable]] = set()  # (what, kind, structure) without obstacles
 
     def __init__(self, function: Callable[[Any], Any], what: str, kind: Hashable = None) -> None:
         self.function, self.what, self.kind = function, what, kind

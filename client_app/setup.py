@@ -165,9 +165,9 @@ def build_network(
 
 
 def placed(model: StagedModel, device: torch.device) -> StagedModel:
-    """The model on this device, in the memory in which it is fastest there.
+    """The model, moved to this device and to the memory format that is fastest there.
 
-    CUDA normalises groups in contiguous memory only: with channels-last memory it would copy the
+    CUDA's GroupNorm works on contiguous memory only: in channels-last memory it would copy the
     input of every such layer, and its output for the next convolution.
     """
     model.to(device)

@@ -125,8 +125,8 @@ def class_without_samples(source: Source, label: int) -> ValueError:
     """The refusal of a run in which no client has samples of the class with this label."""
     return ValueError(
         f"no client has samples of the class {source.class_names[label]!r} of the run's source "
-        f"{source.name}: it cannot be learnt: remove it there, or number the labels of an npz file "
-        "from 0 without gaps"
+        f"{source.name}, so it cannot be learnt: remove it from the source, or number the labels "
+        "of an npz file from 0 without gaps"
     )
 
 

@@ -33,7 +33,7 @@ log = logging.getLogger("keel.server")
 SUMMARY_FILE = "summary.json"
 BLOCK = 4096  # bytes that a file system gives a file at a time, or a multiple
 RENAMED_FIELDS = {"folder": "directory", "refused": "rejected"}  # names before 0.2
-# of a manifest: what the values are, and which keys every run has
+# of a manifest: the types of its values, and the keys that every run's has
 MANIFEST_KINDS: dict[str, type] = {
     "versions": dict,
     "clients": int,
@@ -320,7 +320,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def read_manifest(directory: Path, is_whole: bool = False) -> dict[str, Any]:
     """The content of manifest.json (bundle.json before 0.2); {} if there is none yet.
 
-    is_whole: it is a run's, with all of MANIFEST_KEYS; that of an archive has only some.
+    is_whole: all of MANIFEST_KEYS are required; an archive's manifest has only some of them.
     ValueError naming the file if it is damaged.
     """
     path = directory / "manifest.json"
@@ -337,7 +337,7 @@ def read_manifest(directory: Path, is_whole: bool = False) -> dict[str, Any]:
 
 
 def odd_value(manifest: Mapping[str, Any]) -> str:
-    """The first key of a manifest whose value is not as it is written; "" if there is none."""
+    """The first key of a manifest that has an unexpected value, and this value; "" for none."""
     for key, kind in MANIFEST_KINDS.items():
         value = manifest.get(key, kind())
         is_right = isinstance(value, kind)

@@ -287,8 +287,8 @@ def implausible(reply: TrainReply, expected: ExpectedReply, half: Half) -> str:
 def far_counter(arrays: Arrays, sent: Arrays) -> str:
     """The integer array that is more than MAX_COUNTER_CHANGE away from what was sent; "" for none.
 
-    With a bound on the value alone, one client could raise the average to that bound, beyond which
-    every other reply would then be.
+    With a bound on the value alone, one client could raise the average to that bound, and every
+    other reply would then exceed it.
     """
     for name, array in arrays.items():
         if name in sent and array.numel() and not array.is_floating_point():

@@ -258,7 +258,7 @@ def test_a_step_that_waits_is_not_recorded(recordings, caplog, monkeypatch):
 
 
 @pytest.mark.parametrize("norm", ["group", "batch"])
-def test_a_network_lies_in_the_memory_in_which_it_is_fastest(norm):
+def test_a_network_has_the_memory_format_that_is_fastest_on_the_device(norm):
     config = resolve_config({"source": "digits", "model": "resnet20", "norm": norm})
     network = placed(model_for(config, open_source(config)), torch.device(DEVICE))
     layout = torch.contiguous_format if norm == "group" and DEVICE != "cpu" else torch.channels_last

@@ -182,8 +182,9 @@ def test_a_class_that_no_client_has(rejected, tmp_path, labels, absent):
     source = npz_of(tmp_path / "gap.npz", labels * 20)
     line = rejected({"source": source, "partition": "iid"})
     assert line == (
-        f"no client has samples of the class '{absent}' of the run's source {source}: it cannot be "
-        "learnt: remove it there, or number the labels of an npz file from 0 without gaps"
+        f"no client has samples of the class '{absent}' of the run's source {source}, so it "
+        "cannot be learnt: remove it from the source, or number the labels of an npz file from 0 "
+        "without gaps"
     )
 
 

@@ -190,7 +190,7 @@ def executed(arguments: Sequence[str] | None) -> int:
 
 
 def is_interrupted(error: BaseException | None) -> bool:
-    """Whether Ctrl-C caused the error: an extension module whose import it stops raises another."""
+    """Whether Ctrl-C caused the error: an interrupted import may end in an ImportError instead."""
     return error is not None and (
         isinstance(error, KeyboardInterrupt) or is_interrupted(error.__cause__ or error.__context__)
     )

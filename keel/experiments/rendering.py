@@ -157,7 +157,7 @@ class Section:
         """The different means of each column, best first, of cells whose seeds all have a number.
 
         Empty where the table `mixes`; without columns whose cells are of different data, are times
-        of different machines, or are a time beside other numbers.
+        of different machines, or mix times with other numbers.
         """
         found: dict[str, set[float]] = {}
         results = self.results.values()
