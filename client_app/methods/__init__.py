@@ -12,7 +12,7 @@ def method_class(name: str) -> type[Method]:
     """The class that client_app/methods/<name>.py defines; ValueError if Keel cannot call it."""
     module = imported(f"{__name__}.{method_stem(name)}")
     found: type[Method] = getattr(module, method_spec(name).class_name)
-    check_signatures(found)
+    check_signatures(found)  # type: ignore[arg-type]  # mypy: not hashable
     return found
 
 
