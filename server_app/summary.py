@@ -290,7 +290,7 @@ def newest_version(folder: Path, last_round: int) -> Path | None:
 
     A later one is of a round that was interrupted.
     """
-    paths = [p for p in folder.glob("round-*.safetensors") if round_of(p) <= last_round]
+    paths = [p for p in folder.glob("round-[0-9]*-*.safetensors") if round_of(p) <= last_round]
     return max(paths, key=lambda path: (round_of(path), path), default=None)
 
 

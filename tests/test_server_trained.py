@@ -8,12 +8,19 @@ from PIL import Image
 from run_fixtures import history_of, summary_of
 
 import keel
+from server_app.summary import newest_version
 from server_app.trained import IMAGES_AT_A_TIME, grey, load_model
 
 
 @pytest.fixture
 def trained(run):
     return run({"num-rounds": 1, "local-epochs": 0})
+
+
+def test_a_file_that_only_looks_like_a_version_is_none(tmp_path):
+    for name in ("round-00002-0123456789abcdef", "round-3", "round-x-0123456789abcdef"):
+        (tmp_path / f"{name}.safetensors").touch()
+    assert newest_version(tmp_path, last_round=9).name == "round-00002-0123456789abcdef.safetensors"
 
 
 def test_colours_become_grey_as_pillow_makes_them():
