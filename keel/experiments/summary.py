@@ -69,18 +69,24 @@ class Evidence:
 
     def _command(self, rows: Sequence[str], columns: Sequence[str]) -> str:
         whole = load_recipe(self.recipe.name)
-        words = ["keel", "experiments", "run", self.recipe.name]
-        if self.options.scale != "paper":
-            words += ["--scale", self.options.scale]
+        words = ["keel", "experiments", "run", self.recipe.name, *self.scale_words()]
         axes = ((whole.rows, rows), (whole.columns, columns))
         only = [name for every, some in axes if len(some) < len(every) for name in some]
         words += ["--only", ";".join(only)] if only else []
-        for key, value in sorted(self.options.changes.items()):
-            words += ["--set", f"{key}={value}"]
+        words += self.change_words()
         words += ["--grid", "full"] if self.options.full_grid else []
         if list(self.options.seeds) != list(whole.seeds):
             words += ["--seeds", str(len(self.options.seeds))]
         return shlex.join(words)
+
+    def scale_words(self) -> list[str]:
+        """The scale on the command line, unless it is the paper's."""
+        return ["--scale", self.options.scale] if self.options.scale != "paper" else []
+
+    def change_words(self, without: str = "") -> list[str]:
+        """The changes on the command line, but that of the key `without`."""
+        changes = sorted(self.options.changes.items())
+        return [w for key, value in changes if key != without for w in ("--set", f"{key}={value}")]
 
     @property
     def headlines(self) -> list[JudgedClaim]:
@@ -104,8 +110,9 @@ class Headline:
     """A headline claim with the best evidence there is: None where nothing is archived.
 
     text: the claim with the data set that it is about. command: runs its two sides at the paper's
-    setting. verdict: with remarks. picture: empty for a claim about seconds, of which a curve of
-    accuracies shows nothing. has_paper_values: in the picture.
+    setting, or, if only seeds are missing, at that of the evidence, whose source is left out: its
+    path differs between machines. verdict: with remarks. picture: empty for a claim about seconds,
+    of which a curve of accuracies shows nothing. has_paper_values: in the picture.
     """
 
     claim: JudgedClaim
@@ -141,13 +148,15 @@ def headlines(evidence: Sequence[Evidence], pictures: dict[str, str]) -> Iterato
                 continue
             judged = [(c, each) for each in own for c in each.headlines if c.text == claim.text]
             cells = ";".join(dict.fromkeys(n for side in recipe.sides_of(claim) for n in side))
-            command = shlex.join(["keel", "experiments", "run", recipe.name, "--only", cells])
+            words = ["keel", "experiments", "run", recipe.name, "--only", cells]
             if not judged:
-                yield Headline(empty, in_full(claim, recipe), command)
+                yield Headline(empty, in_full(claim, recipe), shlex.join(words))
                 continue
             best, each = max(judged, key=lambda pair: weight(pair[0]))
-            if needed := re.fullmatch(r"(\d+) seeds", best.decide):
-                command += f" --seeds {needed[1]}"
+            if needed := re.fullmatch(r"(\d+) seeds", best.decide):  # beside those that are there
+                words += [*each.scale_words(), *each.change_words(without="source")]
+                words += ["--seeds", needed[1]]
+            command = shlex.join(words)
             verdict = "; ".join(verdict_of(best, [c for c, _ in judged], recipe))
             found = Headline(best, in_full(claim, recipe), command, each, verdict)
             if not recipe.cell(*recipe.sides_of(claim)[0]).take.is_time:

@@ -56,13 +56,15 @@ def output(tmp_path: Path) -> Path:
     return fake_job(tmp_path, {}, 0.03)
 
 
-def fake_job(tmp_path: Path, changes: dict[str, float], lead: float) -> Path:
+def fake_job(
+    tmp_path: Path, changes: dict[str, float], lead: float, seeds: tuple[int, ...] = (0, 1, 2)
+) -> Path:
     """As above, with this lead of FedCKA."""
     recipe, source = load_recipe("fedcka-table-2"), f"folder:{tmp_path}/private/cifar10-jpg"
     changes = {"source": source, "num-rounds": 41, **changes}
     cells, how = (
         selected(recipe, ["FedAvg", "FedCKA", "alpha 5"]),
-        Options("paper", changes, [0, 1, 2], full_grid=False),
+        Options("paper", changes, list(seeds), full_grid=False),
     )
     runner.save_job(recipe, how, tmp_path, cells)
     for run in runs_needed(recipe, cells, how, tmp_path, ()):
@@ -144,6 +146,15 @@ def test_verdict_and_effect_of_an_archive_are_those_of_the_runs(output):
         "keel experiments run fedcka-table-2 --only 'FedAvg;FedCKA;alpha 5' "
         f"--set num-rounds=41 --set source=folder:/data/{folder}/cifar10-jpg"
     ]
+
+
+def test_the_command_that_adds_seeds_continues_the_runs_that_are_there(tmp_path):
+    """With their changes: it named the paper's setting, of which no run would be a third seed."""
+    fake_job(tmp_path, {"batch-size": 64}, 0.03, seeds=(0, 1))
+    [found] = [h for h in headlines(evidence_in(tmp_path), {}) if h.evidence and h.claim.decide]
+    only = "--only 'FedCKA;alpha 5;FedAvg'"
+    command = f"keel experiments run fedcka-table-2 {only} --set batch-size=64 --set num-rounds=41"
+    assert (found.claim.decide, found.command) == ("3 seeds", f"{command} --seeds 3")
 
 
 def test_a_job_whose_rows_have_different_columns_has_a_page_and_a_command_for_each_set(output):
