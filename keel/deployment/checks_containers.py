@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from keel.deployment.findings import Finding, check, fine, marks, problem
+from keel.deployment.findings import MARKS, Finding, check, fine, problem
 
 Machine = Literal["client", "server"]
 timeout_s = 10.0
@@ -95,10 +95,9 @@ def check_container(container: str, options: Sequence[str]) -> Iterator[Finding]
         command, capture_output=True, text=True, timeout=inside_timeout_s, check=False
     )
     findings = [
-        Finding(is_problem, f"{container}: {line.removeprefix(mark)}")
-        for line in done.stdout.splitlines()
-        for is_problem, mark in marks.items()
-        if line.startswith(mark)
+        Finding(mark, f"{container}: {text.lstrip()}")
+        for mark, _, text in (line.partition(" ") for line in done.stdout.splitlines())
+        if mark in MARKS
     ]
     yield from findings
     if not findings or done.returncode not in (0, 1):

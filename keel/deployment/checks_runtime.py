@@ -13,7 +13,7 @@ import numpy as np
 from packaging.requirements import Requirement
 
 from client_app.worker_socket import worker_status
-from keel.deployment.findings import Finding, check, fine, problem
+from keel.deployment.findings import Finding, check, fine, problem, skipped
 from protocol.code import code_digest
 from protocol.config import keel_home, project_file, resolve_config
 
@@ -180,10 +180,10 @@ def check_runtime(
         if source:
             yield from check_data(source, classes, {"model": model} if model else {})
         else:
-            yield fine("data: not checked: neither --source nor KEEL_SOURCE names it")
+            yield skipped("data: neither --source nor KEEL_SOURCE names it")
         yield from check_privacy_limits(source)
         if worker is None:
-            yield fine("worker: not checked: neither --worker nor KEEL_WORKER names its socket")
+            yield skipped("worker: neither --worker nor KEEL_WORKER names its socket")
         yield from check_worker(worker)
 
 

@@ -6,30 +6,40 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import ParamSpec
 
-marks = {False: "ok       ", True: "PROBLEM  "}
+MARKS = ("ok", "skipped", "PROBLEM")  # before the text of a finding
 P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check."""
+    """The result of one check; mark: one of `MARKS`."""
 
-    is_problem: bool
+    mark: str
     text: str
+
+    @property
+    def is_problem(self) -> bool:
+        """Whether something is wrong."""
+        return self.mark == "PROBLEM"
 
     def __str__(self) -> str:
         """The line printed for it."""
-        return marks[self.is_problem] + self.text
+        return f"{self.mark:9}{self.text}"
 
 
 def fine(text: str) -> Finding:
     """Nothing is wrong."""
-    return Finding(False, text)
+    return Finding("ok", text)
+
+
+def skipped(text: str) -> Finding:
+    """It was not checked; the text says why."""
+    return Finding("skipped", text)
 
 
 def problem(text: str) -> Finding:
     """Something is wrong; the text says what, and the way out."""
-    return Finding(True, text)
+    return Finding("PROBLEM", text)
 
 
 def check(function: Callable[P, Iterator[Finding]]) -> Callable[P, Iterator[Finding]]:

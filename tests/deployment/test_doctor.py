@@ -11,7 +11,7 @@ def test_inside_checks_only_where_the_code_runs(tmp_path, monkeypatch):
     status, lines = doctor("client", "--inside")
     assert [line.split(":")[0] for line in lines] == [
         *("ok       versions", "ok       disk", "ok       device", "PROBLEM  data"),
-        *("ok       worker", "1 problem"),
+        *("skipped  worker", "1 problem"),
     ]
     assert status == 1
     status, lines = doctor("server", "--inside", "--code", "f" * 16)
@@ -28,8 +28,8 @@ def test_what_it_cannot_check_it_says(tmp_path, monkeypatch):
     monkeypatch.delenv("KEEL_SOURCE", raising=False)
     monkeypatch.delenv("KEEL_WORKER", raising=False)
     _, lines = doctor("client", "--inside", "--device", "cpu", "--classes", "cat,dog")
-    assert "ok       data: not checked: neither --source nor KEEL_SOURCE names it" in lines
-    found = "ok       worker: not checked: neither --worker nor KEEL_WORKER names its socket"
+    assert "skipped  data: neither --source nor KEEL_SOURCE names it" in lines
+    found = "skipped  worker: neither --worker nor KEEL_WORKER names its socket"
     assert found in lines
 
 
