@@ -398,35 +398,29 @@ def test_a_missing_client_is_named_at_once_again_later_and_in_the_error(
     assert set(caplog.messages) == {"waiting for clients: 1 of 2 connected; not connected: b, c, d"}
 
 
-@pytest.mark.parametrize("code", [ErrorCode.NODE_UNAVAILABLE, ErrorCode.UNKNOWN])
-def test_a_client_that_says_it_is_not_there_is_named_and_asked_once(keys, fleet, code):
+@pytest.mark.parametrize(
+    ("code", "answer", "reason"),
+    [
+        (ErrorCode.NODE_UNAVAILABLE, "I am not here", "I am not here"),
+        (ErrorCode.UNKNOWN, "I am not here", "I am not here"),
+        (CLIENT_FAILED, "client b: no data", "no data"),  # it names itself too
+    ],
+)
+def test_a_client_that_says_it_is_not_there_is_named_and_asked_once(
+    keys, fleet, code, answer, reason
+):
     grid, _, registry = fleet
     reply = grid.reply
 
     def denied(message):
         if message.metadata.dst_node_id != 2:
             return reply(message)
-        return Message(Error(code, "I am not here"), reply_to=message)
+        return Message(Error(code, answer), reply_to=message)
 
     grid.reply = denied
-    with pytest.raises(ValueError, match=r"^client b cannot take part: I am not here"):
+    with pytest.raises(ValueError, match=rf"^client b cannot take part: {reason}$"):
         gather_roster(grid, registry.config, registry.query, registry.source)
     assert sorted(grid.asked) == [1, 2, 3]
-
-
-def test_a_client_that_refuses_is_named_once(keys, fleet):
-    """Its answer names it too, for runs in which names are not verified."""
-    grid, _, registry = fleet
-    reply = grid.reply
-
-    def refusing(message):
-        if message.metadata.dst_node_id != 2:
-            return reply(message)
-        return Message(Error(CLIENT_FAILED, "client b: no data"), reply_to=message)
-
-    grid.reply = refusing
-    with pytest.raises(ValueError, match=r"^client b cannot take part: no data$"):
-        gather_roster(grid, registry.config, registry.query, registry.source)
 
 
 def test_a_client_that_says_nothing_at_the_start_is_named(keys, fleet):

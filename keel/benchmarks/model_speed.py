@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from client_app.setup import device_for
+from client_app.setup import device_for, placed
 from models import StagedModel, build_model
 from protocol.models import MODELS
 
@@ -36,7 +36,7 @@ def build(name: str, device: str) -> StagedModel:
 def measure(name: str) -> dict[str, float | str]:
     """Milliseconds an image of a forward pass and an SGD step of the model, and the device."""
     device = device_for("auto")
-    model = build(name, str(device)).to(memory_format=torch.channels_last)
+    model = placed(build(name, str(device)).to(memory_format=torch.channels_last), device)
     x = torch.randn(BATCH, *input_of(name), device=device)
     x = x.contiguous(memory_format=torch.channels_last)
     y = torch.arange(BATCH, device=device) % NUM_CLASSES
