@@ -14,6 +14,7 @@ them in the rounds that it may resume from.
 
 import json
 import logging
+import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -45,7 +46,15 @@ def max_rounds_ahead(checkpoint_interval: int) -> int:
 
 
 class ResetNeeded(ValueError):
-    """Client state is lost, ahead of the server, or belongs to another run: restore or reset it."""
+    """Client state is lost, ahead of the server, or belongs to another run: restore or reset it.
+
+    nameless: the same message without the state folder's path.
+    """
+
+    def __init__(self, message: str, folder: Path) -> None:
+        super().__init__(message)
+        nameless = message.replace(f"{folder}{os.sep}", "").replace(str(folder), "its state folder")
+        self.nameless = f"{nameless} (this client's log names the folder)"
 
 
 class StateMemory:
@@ -190,7 +199,8 @@ class StateFolder:
             self.folder.mkdir(parents=True, exist_ok=True)  # so that its owner may write there
             raise ResetNeeded(
                 f"{problem}: {remedy}, or create the file {self.folder / reset_markers[0]} on "
-                f"this client's machine to {to}"
+                f"this client's machine to {to}",
+                self.folder,
             )
         log.warning("%s: %s, as an operator has allowed", problem, then)
 

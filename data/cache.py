@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from data.decoding import ImageFileError
 from protocol.files import private_files, write_atomically
 
 Key = dict[str, Any]
@@ -112,6 +114,8 @@ def content_digest(
     for path in paths:
         for file in [str(path)] if path.is_file() else files_under(path):
             found = os.stat(file)
+            if not stat.S_ISREG(found.st_mode):  # a named pipe would block for ever
+                raise ImageFileError(f"{file}: not a regular file", "an image is no regular file")
             files.append((file, file.removeprefix(str(root))))
             # st_ctime: changes with the content, also where st_mtime was set back
             times = f"{found.st_mtime_ns}\t{found.st_ctime_ns}"

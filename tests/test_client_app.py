@@ -783,6 +783,23 @@ def test_a_damaged_state_is_an_error_and_not_a_fresh_start(tmp_path):
     assert "is damaged" in error_of(client.ask("evaluate", 2, u_0), RESET_NEEDED)
 
 
+@pytest.mark.parametrize("kind", ["damaged", "lost"])
+def test_the_path_of_lost_state_is_named_in_the_clients_log_alone(kind, tmp_path, caplog):
+    volume = tmp_path / "volume"
+    source = npz_site(tmp_path / "a.npz", num=10)
+    node = {"name": "site-a", "source": source, "state-dir": str(volume)}
+    client = Client(make_config(method="moon"), tmp_path, node)
+    weights = initial(client.config)
+    client.ask("train", 1, weights)
+    (path,) = volume.rglob("round-*")
+    path.unlink() if kind == "lost" else path.write_bytes(b"")
+    reason = error_of(client.ask("train", 2, weights, counted=1), RESET_NEEDED)
+    assert str(tmp_path) not in reason
+    assert "create the file reset-state on this client's machine" in reason
+    assert reason.endswith("(this client's log names the folder)")
+    assert f"create the file {path.parent / 'reset-state'}" in caplog.text
+
+
 def test_lost_client_state_is_refused_until_it_is_reset(tmp_path):
     config = make_config(method="moon")
     client, weights = Client(config, tmp_path), initial(config)

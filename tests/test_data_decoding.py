@@ -1,5 +1,6 @@
 """Decoding: sizes, channels, mean and deviation, unreadable images."""
 
+import os
 import struct
 import zlib
 
@@ -72,6 +73,14 @@ def test_an_unreadable_image_is_named(load, tmp_path, kind):
     message = rejected(load, spec)
     assert f"{file}: not a readable image: " in message
     assert "_io." not in message
+
+
+def test_a_named_pipe_among_the_images_is_refused(load, tmp_path):
+    spec = make_folder(tmp_path / "mine", random_images(4, 30, 30))
+    file = tmp_path / "mine" / "train" / "bee" / "3.png"
+    file.unlink()
+    os.mkfifo(file)
+    assert f"{file}: not a regular file" in rejected(load, spec)
 
 
 def test_images_are_turned_as_their_exif_data_says(load, tmp_path):
