@@ -220,7 +220,10 @@ class WandbRun:
         import wandb
 
         run_id, is_new = tracker_id(info.directory, "wandb", lambda: os.urandom(6).hex())
-        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+        quiet = wandb.Settings(console="off", silent=True, show_warnings=False)
+        wandb.setup(quiet)  # or `save` would print a line for each file
+        has_login = wandb.login(prompt=False, verify=False)
+        mode = os.environ.get("WANDB_MODE") or ("online" if has_login else "offline")
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             id=run_id,
@@ -229,7 +232,7 @@ class WandbRun:
             config=dict(info.config),
             resume=None if is_new or mode == "offline" else "allow",
             mode=mode,
-            settings=wandb.Settings(console="off", silent=True),
+            settings=quiet,
         )
         self.run.define_metric("*", step_metric="round")
         self.directory = info.directory
