@@ -346,7 +346,7 @@ def test_resnet50_always_has_one_projection():
     assert torch.equal(build["none"].classifier.weight, build["mlp"].classifier.weight)
 
 
-TAP_SIZES = {  # at 3 x 32 x 32: channels x height x width of each stage's output
+STAGE_SIZES = {  # at 3 x 32 x 32: channels x height x width of each stage's output
     "cnn-fedintr": [8 * 15 * 15, 16 * 6 * 6, 32 * 2 * 2, 128, 96],
     "cnn-fedcka": [16 * 14 * 14, 32 * 5 * 5, 120, 84, 84, 256],
     "cnn-fedreco": [6 * 14 * 14, 16 * 5 * 5, 120, 84],
@@ -382,7 +382,7 @@ def test_tap_heads_take_every_layer_to_256(name):
     last_fully_connected = {"cnn-fedintr": 96, "cnn-fedcka": 256, "cnn-fedreco": 84, "vgg9": 512}
     hidden[-1] = last_fully_connected.get(name, 256)
     narrower = MODELS[name].width // WIDTHS[name] if name in WIDTHS else 1
-    assert [first.in_features * narrower for first, _ in layers] == TAP_SIZES[name]
+    assert [first.in_features * narrower for first, _ in layers] == STAGE_SIZES[name]
     assert [first.out_features for first, _ in layers] == hidden
     for rep, head, (first, second) in zip(
         reps, model.projection_heads.values(), layers, strict=True
