@@ -79,7 +79,7 @@ bench: $(READY)  ## speed, as ratios against bare loops and FedAvg: bench.json, 
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m keel bench
 
 bench-gpu: $(READY)  ## the same for a GPU: bench-gpu.json, bench-gpu.md; CIFAR10=/data/cifar10-jpg
-	$(BIN)/python -m keel bench --gpu $(if $(CIFAR10),--cifar10 '$(CIFAR10)')
+	$(BIN)/python -m keel bench gpu $(if $(CIFAR10),--cifar10 '$(CIFAR10)')
 
 docs: $(READY)  ## the documentation as a site, in build/site
 	@$(BIN)/python -c 'import mkdocs, mkdocstrings_handlers.python, l2m4m' 2>/dev/null \

@@ -1,4 +1,4 @@
-"""Local training, whole rounds and FedReCo's time to 85 % on one GPU: `keel bench --gpu`.
+"""Local training, whole rounds and FedReCo's time to 85 % on one GPU: `keel bench gpu`.
 
 Samples a second of each method in each precision, and their share of the arithmetic bound: the
 operations of products and convolutions that torch counts in the same run, at the rate that this

@@ -1,1 +1,1 @@
-"""What people look at: the live pages of `keel ui`, their charts, and `keel watch`."""
+"""The live pages of `keel ui`, their charts, and `keel watch`."""
