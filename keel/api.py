@@ -130,7 +130,7 @@ def run(
         )
     overrides = dict(config or {})
     if odd := [key for key in overrides if not isinstance(key, str)]:
-        raise ValueError(f"config key = {odd[0]!r}: expected a text, such as 'method'")
+        raise ValueError(f"config key = {odd[0]!r}: expected a string, such as 'method'")
     known = default_config().keys() | RENAMED_KEYS
     for name, value in keys.items():
         key = name.replace("_", "-")

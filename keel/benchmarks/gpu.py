@@ -219,7 +219,7 @@ def gpu(options: BenchOptions) -> Iterator[Row]:
         if what in options.done:
             continue
         if time.monotonic() - started > options.max_seconds:
-            print(f"{options.max_seconds:.0f} s are over: the same command continues from here")
+            print(f"time limit of {options.max_seconds:.0f} s: repeat the command to continue")
             break
         try:
             row = measure()
@@ -230,6 +230,6 @@ def gpu(options: BenchOptions) -> Iterator[Row]:
         yield {"what": what, **row}
     if failed:
         raise ValueError(
-            f"failed measurements: {len(failed)}, which the same command tries again; the first is "
-            f"{failed[0]}"
+            f"failed measurements: {len(failed)}; repeat the command to try them again; the first "
+            f"is {failed[0]}"
         )

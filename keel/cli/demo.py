@@ -31,7 +31,7 @@ def demo() -> int:
         f"{CLIENTS} clients have different digits (Dirichlet split, alpha = {SETTING['alpha']}). "
         f"They train a model for\n{SETTING['num-rounds']} rounds, first with FedAvg, then with "
         "FedIntR, which adds a contrastive loss on the\nrepresentations of every layer. "
-        "The setting is small enough for a minute, and each method runs\n"
+        "The setting is small enough to finish in about a minute, and each method runs\n"
         "with one seed: this shows how Keel works, not which method is better.",
         flush=True,
     )

@@ -50,8 +50,8 @@ class EngineOptions:
         cpus = self.cpus_per_client
         if cpus is not None and (cpus < 1 or cpus != int(cpus)):
             raise ValueError(
-                f"--cpus-per-client {cpus:g}: expected a whole number >= 1, as Flower takes no "
-                "parts of a CPU"
+                f"--cpus-per-client {cpus:g}: expected a whole number >= 1, because Flower "
+                "does not divide a CPU"
             )
         if self.ray and self.engine is not Engine.flower:
             raise ValueError(f"--ray needs --engine flower; this is --engine {self.engine}")
@@ -60,7 +60,7 @@ class EngineOptions:
         if self.clients is not None and self.engine is Engine.deployment:
             raise ValueError(
                 f"--clients {self.clients}: the clients of a deployment are not simulated; "
-                f"num-clients={self.clients} waits for as many"
+                f"num-clients={self.clients} waits for {self.clients} connected clients"
             )
         if bool(self.federation) != (self.engine is Engine.deployment):
             raise ValueError(
@@ -158,7 +158,9 @@ def resume(
     )
     if engine is Engine.deployment:  # the run is on the server, which checks the rest
         if not run:
-            raise ValueError("--engine deployment: name the run, as its log on the server does")
+            raise ValueError(
+                "--engine deployment: name the run; its log on the server has its name"
+            )
         return executed({"resume": run} | overrides, options)
     unfinished = [] if run else [r for r in all_runs() if not r.is_running and r.state != FINISHED]
     saved = find_run(run) if run else only_run(unfinished, "can be resumed", "keel resume")

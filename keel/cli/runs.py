@@ -428,7 +428,7 @@ def export(
     if path.is_dir():
         raise ValueError(f"{path} is a directory: name a file, such as {path / f'{stem}.{suffix}'}")
     if client and to is Format.csv:
-        raise ValueError("--client with --to csv: the history is of all clients; leave it out")
+        raise ValueError("--client does not apply to --to csv: the history covers all clients")
     if to is Format.csv:
         num_rounds = write_csv(saved, path)
         what = f"{num_rounds} round{'s' * (num_rounds != 1)} of {saved.name}"

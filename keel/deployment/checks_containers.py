@@ -33,7 +33,7 @@ def keel_containers(machine: Machine) -> list[Container]:
     command = ["docker", "ps", "--format", "\t".join(columns)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     if done.returncode:
-        raise RuntimeError(f"{done.stderr.strip()}: run the doctor as a user who may use Docker")
+        raise RuntimeError(f"{done.stderr.strip()}: run `keel doctor` as a user who may use Docker")
     containers = [Container(*line.split("\t")) for line in done.stdout.splitlines()]
     return sorted(
         c

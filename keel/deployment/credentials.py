@@ -137,7 +137,7 @@ def load_certificate(path: Path) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is damaged, or no certificate: {error}") from error
+        raise ValueError(f"{path} is damaged or not a certificate: {error}") from error
 
 
 def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
@@ -145,7 +145,7 @@ def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
     try:
         key = load_pem_private_key(path.read_bytes(), None)
     except (ValueError, TypeError) as error:  # TypeError: it has a password
-        raise ValueError(f"{path} is damaged, or no key: {error}") from error
+        raise ValueError(f"{path} is damaged or not a key: {error}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ValueError(f"{path}: expected an ECDSA key, as `keel deploy credentials` makes")
     return key
@@ -275,7 +275,7 @@ def refuse_half(private: Path, public: Path) -> None:
     if private.exists() and not public.exists():
         raise ValueError(
             f"{private} exists without {public.name}: an earlier call was interrupted, or "
-            f"{public.name} was moved. Put it back, or move {private.name} away to have both made"
+            f"{public.name} was moved. Put it back, or move {private.name} away to make both"
         )
 
 

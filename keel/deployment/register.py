@@ -28,7 +28,8 @@ def register(credentials: Path, address: str, wait_s: float) -> list[str]:
         wait_for_server(address, ca, wait_s)
     except OSError as error:
         raise RuntimeError(
-            f"--superlink {address}: no SuperLink with a certificate of {ca} answers: {error}"
+            f"--superlink {address}: no SuperLink answers with a certificate signed by {ca}: "
+            f"{error}"
         ) from error
     keys = {
         path.stem: path.read_bytes() for path in sorted((credentials / "clients").glob("*.pub"))
@@ -38,8 +39,8 @@ def register(credentials: Path, address: str, wait_s: float) -> list[str]:
             load_ssh_public_key(key)
         except (ValueError, UnsupportedAlgorithm) as error:
             raise ValueError(
-                f"{credentials / 'clients' / name}.pub is damaged, or no public key: {error}: copy "
-                "the client's client.pub again"
+                f"{credentials / 'clients' / name}.pub is damaged or not a public key: {error}: "
+                "copy the client's client.pub again"
             ) from error
     nodes = register_keys(address, ca.read_bytes(), keys)
     clients = {

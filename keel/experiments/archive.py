@@ -59,8 +59,8 @@ def pack(output: Path, archive: Path) -> list[Path]:
             other = jobs.setdefault(path, job)
             if written.get(path, files) != files:
                 raise ValueError(
-                    f"{other} and {job} have the same archive, {path.name}, as they differ only in "
-                    "the place of their data, but not the same seeds, cells or runs: remove one of "
+                    f"{other} and {job} share the archive {path.name}, because they differ only in "
+                    "where their data is, but their seeds, cells or runs differ: remove one of "
                     "them, or move it with its runs to another --output"
                 )
             refuse_loss(path, files, places, output)
@@ -93,21 +93,21 @@ def refuse_loss(
     if gone:
         lacking = f"{len(gone)} run{'s' * (len(gone) > 1)}"
         raise ValueError(
-            f"--output {output}: its jobs lack {lacking} that {path} has, such as "
-            f"{min(gone)}: put them there with keel experiments restore, or remove the file"
+            f"--output {output} lacks {lacking} that {path} has, such as {min(gone)}: add them "
+            "with keel experiments restore, or remove the file"
         )
     asked, now_asked = seeds_in(before), seeds_in(files)
     if asked - now_asked:
         raise ValueError(
-            f"{path} is of a job with the seeds {sorted(asked)}, and that of --output {output} has "
-            f"only {sorted(now_asked)}: restore the archive there, or remove the file"
+            f"{path} has the seeds {sorted(asked)}, but --output {output} has only "
+            f"{sorted(now_asked)}: restore the archive there, or remove the file"
         )
     then, after = codes_in(before), codes_in(files)
     if len(then) == 1 and len(after) > 1:
         raise ValueError(
-            f"{path} has runs of one code ({min(then)}), and --output {output} now has others of "
-            f"{'; '.join(sorted(after - then))}, with which they are not compared: run all of them "
-            "with one, or archive into another folder"
+            f"{path} has runs of one code ({min(then)}), but --output {output} has runs of "
+            f"{'; '.join(sorted(after - then))}, and runs of different code are not compared: "
+            "repeat all of them with one version, or archive into another folder"
         )
 
 

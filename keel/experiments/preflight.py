@@ -78,9 +78,9 @@ def refuse_overriding(cells: Sequence[Cell], changes: Mapping[str, OptionValue])
         values = sorted({str(flat.get(key)) for flat in configs})
         if is_tuned or len(values) > 1:
             raise ValueError(
-                f"--set {key}: rows, columns or tuned values of this recipe differ in it "
-                f"({', '.join(values)}); select some with --only, or another --output if others "
-                "were run into this one"
+                f"--set {key}: rows, columns or tuned values of this recipe have different values "
+                f"of it ({', '.join(values)}): select some with --only; if others were run into "
+                "this --output, choose another one"
             )
 
 
@@ -111,8 +111,8 @@ def check_reading(cell: Cell, run: Run, config: RunConfig) -> None:
         raise ValueError(f"at = {cell.at}: expected at most {run.paper_rounds}, the last round")
     if cell.take.is_time and config.privacy.withholds_metrics:
         raise ValueError(
-            "privacy.metrics = 'withheld': clients send no seconds, which are read here; 'exact' "
-            "sends them, outside the guarantee"
+            "privacy.metrics = 'withheld': clients send no seconds, but this recipe reads them; "
+            "'exact' sends them, outside the guarantee"
         )
     if cell.take.how == "seconds a round":
         return

@@ -202,7 +202,7 @@ def run_recipe(
 
         skipped = {run.name: run for run in needed() if run.is_done()}
         if skipped:
-            console.print(f"{len(skipped)} runs are already finished:")
+            console.print(f"{len(skipped)} already finished:")
         for run in skipped.values():
             directory = run.finished()
             number = outcome(directory) if directory else f"[red]{DIVERGED}[/]"
@@ -218,7 +218,7 @@ def run_recipe(
                 if name not in seen | own:
                     seen.add(name)
                     progress.advance(total, run.rounds)
-                    console.print(f"{escape(labels[name])}: by another runner")
+                    console.print(f"{escape(labels[name])}: finished by another runner")
             excluded = {each.run.name for each in running} | failed.keys() | done.keys()
             waiting = [run for run in runs if run.name not in excluded]
             startable = []
@@ -249,7 +249,7 @@ def run_recipe(
                     continue
                 if not is_waiting:
                     is_waiting = True
-                    console.print(f"waiting for {len(waiting)} runs of other runners")
+                    console.print(f"waiting for other runners: {len(waiting)} left")
                 time.sleep(OTHERS_POLL_S)
                 continue
             is_full = num_active(running) == tasks.slots
@@ -307,7 +307,7 @@ def announce_outdated(runs: Sequence[Run], console: Console) -> None:
     """Name the runs that ended with another config or other code, which are run again."""
     outdated = {run.name: reason for run in runs if (reason := run.outdated())}
     if outdated:
-        console.print(f"{len(outdated)} runs do not count, stay on disk and are run again:")
+        console.print(f"{len(outdated)} outdated, kept on disk and repeated:")
     for name, reason in outdated.items():
         console.print(f"  {name}: {escape(reason)}")
 

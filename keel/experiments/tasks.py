@@ -69,7 +69,7 @@ class Resources:
         if not slots:
             has = [f"{n.address} has {n.num_cpus:g} CPUs and {n.num_gpus:g} GPUs" for n in nodes]
             raise ValueError(
-                f"no machine has the {self.cpus:g} CPUs and {gpus:g} GPUs of a run "
+                f"no machine has the {self.cpus:g} CPUs and {gpus:g} GPUs that a run needs "
                 f"(--cpus-per-run, --gpus-per-run): {'; '.join(has)}"
             )
         return min(slots, self.workers or slots)

@@ -48,7 +48,7 @@ def verify(folder: Path, rounds: int, console: Console) -> int:
     found = (path for name in MANIFESTS for path in folder.expanduser().absolute().rglob(name))
     directories = sorted({path.parent for path in found})
     if not directories:
-        raise ValueError(f"{folder} holds no manifest.json: it is no run directory")
+        raise ValueError(f"{folder} has no manifest.json: it is not a run directory")
     num_failed = num_skipped = 0
     for directory in directories:
         console.print(escape(str(directory)))

@@ -88,7 +88,7 @@ class Guard:
         if hostname(f"//{host}") not in LOCAL_HOSTS:
             return PlainTextResponse("refused: the Host is not this machine\n", 403)
         if origin is not None and origin != f"http://{host}":
-            return PlainTextResponse("refused: a request of another site\n", 403)
+            return PlainTextResponse("refused: the request comes from another site\n", 403)
         if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("refused: these pages change nothing\n", 405)
         given = request.query_params.get("token") or request.cookies.get(self.cookie, "")

@@ -59,7 +59,7 @@ def test_the_gpu_part_stops_in_time_and_goes_on_where_it_was(tmp_path, monkeypat
         assert main(words) == 0
         rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
         assert [row["what"] for row in rows] == measured == list(expected)
-        assert ("the same command continues" in capsys.readouterr().out) is (expected == "abc")
+        assert ("repeat the command to continue" in capsys.readouterr().out) is (expected == "abc")
     monkeypatch.setattr(report.torch, "__version__", "0.0")  # others' rows are measured again
     assert main(words) == 0
     assert measured == list("abcdeabc")
@@ -98,7 +98,7 @@ def test_a_measurement_that_fails_is_tried_again_and_does_not_end_the_others(
     for reason in ("CUDA out of", "compile = true"):
         assert main(words) == 2
         error = capsys.readouterr().err
-        assert "failed measurements: 1, which the same command tries again; " in error
+        assert "failed measurements: 1; repeat the command to try them again; " in error
         assert f"the first is b: {reason}" in error
         assert error.count("\n") == 1
         written = json.loads((tmp_path / "bench.json").read_text())["rows"]

@@ -535,7 +535,7 @@ def test_an_export_to_a_directory_or_of_a_client_s_history_is_refused(trained, t
     assert main(["export", str(trained), "--to", "torchscript", "-o", str(tmp_path)]) == 2
     assert f"{tmp_path} is a directory: name a file, such as" in capsys.readouterr().err
     assert main(["export", str(trained), "--to", "csv", "--client", "foo"]) == 2
-    assert "--client with --to csv" in capsys.readouterr().err
+    assert "--client does not apply to --to csv" in capsys.readouterr().err
 
 
 def test_a_run_exports_as_csv(trained, tmp_path, capsys):

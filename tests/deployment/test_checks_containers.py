@@ -61,7 +61,7 @@ def test_without_containers_the_machine_is_checked_and_without_permission_it_say
     assert "ok       device: cpu" in lines
     lines = at_a_client("echo 'permission denied: docker.sock' >&2; exit 1")
     [at] = [i for i, line in enumerate(lines) if line.startswith("PROBLEM  containers: ")]
-    assert "permission denied: docker.sock: run the doctor as" in lines[at]
+    assert "permission denied: docker.sock: run `keel doctor` as" in lines[at]
     assert "ok       device: cpu" in lines[at:]
     lines = at_a_client(
         "[ $1 = ps ] && printf 'k-wo\\tkeel-a\\tworker\\tUp\\n' || { echo gone >&2; exit 1; }"

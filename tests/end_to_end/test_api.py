@@ -50,7 +50,7 @@ def test_keys_of_numpy_numbers_and_paths_and_keys_that_are_no_text(home, tmp_pat
             keel.run(lr=several)
     with pytest.raises(ValueError, match=r"^cpus_per_client = '2': expected a number"):
         keel.run(engine="flower", cpus_per_client="2")
-    with pytest.raises(ValueError, match="config key = 1: expected a text, such as 'method'"):
+    with pytest.raises(ValueError, match="config key = 1: expected a string, such as 'method'"):
         keel.run({1: 2})
 
 

@@ -497,7 +497,7 @@ RECO = "method: fedreco, local-test-fraction: 0.3, of: personal.mean"
             "title: x\nseeds: 2\nconfig: {",
             "take: seconds a round\nseeds: 2\nconfig: {privacy.epsilon: 0.5, ",
             "lines 8 and 5",
-            "privacy.metrics = 'withheld': clients send no seconds, which are read",
+            "privacy.metrics = 'withheld': clients send no seconds, but this recipe reads",
         ),
     ],
 )
