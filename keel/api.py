@@ -102,7 +102,7 @@ def run(
     clients
         Number of simulated clients. Default: num-clients of the config, else 10.
     engine
-        "inline": in this process; in several threads, one run waits for another. "flower": Flower's
+        "inline": in this process; runs in several threads take turns. "flower": Flower's
         simulation, with several workers.
     cpus_per_client, gpus_per_client
         CPUs and GPUs per worker of the flower engine.

@@ -93,7 +93,7 @@ def methods(
 
 traffic_how = (
     "Traffic: bytes sent and received in a round, relative to FedAvg, on cnn-fedintr. "
-    "Extra forwards: forward passes per training step besides the local model's, without caching."
+    "Extra forwards: additional forward passes per training step, without caching."
 )
 
 

@@ -54,7 +54,7 @@ def client(
     """Check a client's machine: files, clock, port and key, then the environment of its code.
 
     The code runs in Keel's containers if there are any, else on this machine. --source and --worker
-    apply only to a machine without containers, which define their own.
+    apply only to a machine without containers: containers define their own.
     """
     from client_app.worker_socket import default_socket
     from keel.deployment.checks_containers import check_containers

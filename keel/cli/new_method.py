@@ -32,7 +32,7 @@ SERVER_DEFAULT = "eta = 1.0                      # server learning rate\n"
 def new_method(
     name: Annotated[str, typer.Argument()],
     server_half: Annotated[
-        bool, typer.Option("--server-half", help="Write the server half in strategies/ too.")
+        bool, typer.Option("--server-half", help="Also write the server half, in strategies/.")
     ] = False,
     paper: Annotated[
         str, typer.Option(help="The source, as the table of methods shows it: Acar et al. 2021.")
@@ -40,9 +40,9 @@ def new_method(
 ) -> None:
     """Write the files of a new method: client half, test, config table.
 
-    NAME is in lower case, as in `method=NAME`: fedavg-ft. The files are a complete example,
-    the squared distance of the features to the global model's: change it into your method. They
-    pass `make check` unchanged; check yours with `keel check-method NAME`, which fails until the
+    NAME is in lower case, such as fedavg-ft. The files contain a complete example, the squared
+    distance of the features to the global model's: replace it with your method. They pass
+    `make check` unchanged. `keel check-method NAME` checks your method; it fails until the
     placeholders for the source are replaced.
     """
     files = method_files(name, server_half, paper)

@@ -197,7 +197,7 @@ def watch(
     """Follow a run: rounds, curves as sparklines, clients at work; without RUN, the newest.
 
     RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one. It ends with the run;
-    Ctrl-C ends only the view. Where the output is no terminal, the run is shown once.
+    Ctrl-C ends only the view. If the output is not a terminal, the run is shown once.
     """
     from keel.views.terminal import watch_run
 
