@@ -128,7 +128,7 @@ def megabytes(line: Line, key: str) -> float:
 
 
 def trouble(lines: Sequence[Line]) -> Figure:
-    """How many clients a round went without, by kind."""
+    """How many clients each round lacked, by kind."""
 
     def rejected(line: Line) -> int:
         return min(int(number(line.get("rejected")) or 0), int(line["num_left_out"]))
@@ -160,7 +160,7 @@ def events(lines: Sequence[Line]) -> tuple[list[tuple[int, str, str, str]], int]
         for late in line.get("late") or ():
             found.append((line["round"], "", "late", text_of(late)))
         for client in line.get("backed_off") or ():
-            found.append((line["round"], text_of(client, 80), "not asked", "away or in backoff"))
+            found.append((line["round"], text_of(client, 80), "not sampled", "away or in backoff"))
     kinds = ("num_left_out", "num_late", "num_backed_off", "num_evaluation_left_out")
     return found[:MAX_EVENTS], sum(line[kind] for line in lines for kind in kinds)
 
@@ -397,7 +397,7 @@ def site_rows(
                 "model": text_of(row.get("model"), 60),
                 "device": text_of(row.get("device") or "not reported", 80),
                 "samples": f"{sum_of(row.get('label_counts')) or sum_of([row.get('num_train')]):,}",
-                "last trouble": f"round {number_}: {why}" if why else "",
+                "last problem": f"round {number_}: {why}" if why else "",
             }
         )
     return found

@@ -190,7 +190,7 @@ def test_what_happened_to_a_site_long_ago_is_still_shown(tmp_path):
     assert {site: row["pending reset"] for site, row in rows.items()} == {
         **{"here": "no", "gone": "no", "lost": "yes"}
     }
-    assert rows["lost"]["last trouble"] == "round 2: state is lost"
+    assert rows["lost"]["last problem"] == "round 2: state is lost"
     append_history(
         entry.directory / "history.jsonl", line_of(63, Random(0)) | {"participants": ["lost"]}
     )
