@@ -1,7 +1,6 @@
 """Precision of training: float32, TF32 in a GPU's matrix products, or bfloat16 forward passes.
 
 Weights, gradients and losses are float32 throughout. Evaluation is too, or TF32 under "auto".
-Networks are in channels-last memory in every precision.
 """
 
 from collections.abc import Iterator

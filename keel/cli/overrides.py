@@ -86,8 +86,10 @@ def checked_config(overrides: Mapping[str, OptionValue]) -> RunConfig:
             config = resolve_config(rest)
             break
         except ValueError as error:
-            mistakes.append(str(error))
             key = str(error).partition(" ")[0].rstrip(":")
+            if key in overrides and key not in rest:  # of the default in place of a mistake
+                break
+            mistakes.append(str(error))
             if key not in rest or key in DECIDING_KEYS or len(mistakes) == MAX_MISTAKES:
                 break
             del rest[key]

@@ -19,20 +19,22 @@ PARTITION_KEYS = {
 def plan_rows(config: RunConfig, job: Job, done: int = 0) -> list[tuple[str, str]]:
     """(label, text) of method, data, model, clients, rounds and the equivalent `flwr run` line.
 
-    done: finished rounds of a run to resume.
+    That line is left out for a run of the inline engine alone. done: finished rounds of a run to
+    resume.
     """
     is_remote = bool(job.federation)  # with data of its own, and real clients
     size = None if is_remote else data_size(config)
     num_clients = config.rounds.num_clients if is_remote else job.num_clients
     of_the_server = f"{config.data.source} of the server; each client has its own"
-    return [
+    rows = [
         ("method", method_text(config)),
         ("data", of_the_server if is_remote else data_text(config.data, size)),
         ("model", model_text(config, size)),
         ("clients", clients_text(config, num_clients)),
         ("rounds", rounds_text(config, done)),
-        ("same as", flwr_line(job)),
     ]
+    has_equivalent = config.train.clients_per_step <= 1  # Flower's engine refuses more
+    return [*rows, ("same as", flwr_line(job))] if has_equivalent else rows
 
 
 def method_text(config: RunConfig) -> str:

@@ -138,6 +138,17 @@ def test_several_mistakes_are_named_at_once(capsys):
     assert line.count("\n") == 1
 
 
+@pytest.mark.parametrize("beta", [1.0, 2.0])
+def test_what_only_the_default_in_place_of_a_mistake_makes_wrong_is_not_named(beta):
+    """fedntd.beta is 1 by default, which the convex form refuses too."""
+    keys = {"method": "fedntd", "fedntd.convex": True, "fedntd.beta": beta}
+    with pytest.raises(ValueError, match=rf"^fedntd.beta = {beta} with") as error:
+        checked_config(keys)
+    assert " | " not in str(error.value)
+    with pytest.raises(ValueError, match=r"lr = -1.*fedntd.beta|fedntd.beta.*lr = -1"):
+        checked_config({"lr": -1.0, **keys})
+
+
 def test_a_mistake_that_others_are_judged_by_is_named_alone():
     with pytest.raises(ValueError, match=r"^preset = 'nope' is unknown") as error:
         checked_config({"preset": "nope", "lr": -1.0})
