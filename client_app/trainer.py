@@ -101,7 +101,9 @@ class Phase:
     (`clients-per-step`) it is called for all of them at once: what differs between clients, in its
     value, must come through `inputs`, which in turn must not read what the phase trains. With
     `cuda-graphs` it is not called in every step: what differs between steps must come through
-    `inputs`, as a tensor. Neither may draw from torch's default generator, but dropout may.
+    `inputs`, as a tensor. Neither may draw from torch's default generator, but dropout may. A loss
+    that reads a gradient (as sharpness-aware minimisation does) takes it with `torch.func.grad`:
+    `torch.autograd.grad` fails where clients train together.
     observe: if given, `terms` returns the terms and tensors without gradient, for which it is
     called after each step. It must not keep them, nor the step's x and y: a later step may be
     written in their place.

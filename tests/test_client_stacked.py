@@ -11,6 +11,7 @@ from client_fixtures import assert_close, make_config, small_source, subject_of
 from method_fixtures import METHODS
 from run_fixtures import without_pictures
 from safetensors.torch import load_file
+from torch.func import functional_call
 
 import client_app.process_cache
 import client_app.stacked
@@ -292,6 +293,41 @@ def test_a_loss_that_captures_what_differs_between_clients_is_refused():
     alone = [same.train(ctx) for ctx in rounds_of(subject, config, ProcessCache())]
     together = together_of(same, rounds_of(subject, config, ProcessCache()))
     assert_same_updates(alone, together, rtol=1e-4)
+
+
+class SharpnessAware(FedRep):
+    """The loss at the weights moved along their gradient, by a tenth of its norm."""
+
+    def phases(self, ctx):
+        model = with_own_head(ctx, ctx.state).train().requires_grad_(True)
+
+        def terms(batch):
+            x, y = batch
+            w = dict(model.named_parameters())
+
+            def loss(w):
+                return torch.nn.functional.cross_entropy(functional_call(model, w, (x,)), y)
+
+            g = torch.func.grad(loss)(w)
+            norm = torch.stack([each.norm() for each in g.values()]).norm()
+            return {"supervised": loss({n: w[n] + 0.1 * g[n] / norm for n in w})}
+
+        descent = yield Phase(
+            parameters=list(model.parameters()),
+            inputs=lambda step: (step.x, step.y),
+            terms=terms,
+            lr=0.1,
+            duration=Duration(1, "epochs"),
+        )
+        return Update(copy_of(model), descent.num_steps, descent.terms)
+
+
+def test_a_loss_that_reads_a_gradient_can_be_stacked(in_float64):
+    subject, method = subject_of("fedrep"), SharpnessAware(1, 1, 0)
+    config = subject.config(local_epochs=1)
+    alone = [method.train(ctx) for ctx in rounds_of(subject, config, ProcessCache())]
+    together = together_of(method, rounds_of(subject, config, ProcessCache()))
+    assert_same_updates(alone, together)
 
 
 class ByClass(FedProx):
