@@ -179,7 +179,11 @@ class RosterEntry:
 
 @dataclass(frozen=True)
 class TrainReply:
-    """A client's answer to train (or to evaluate: then without arrays)."""
+    """A client's answer to train (or to evaluate: then without arrays).
+
+    metrics: "num-examples" and, of training, "num-steps"; and what `privacy.metrics` allows, such
+    as "loss.NAME", the mean of a loss term. From a client: only "num-examples" is checked.
+    """
 
     client: str
     round: int

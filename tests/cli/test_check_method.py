@@ -1,7 +1,7 @@
 """keel check-method passes sound methods and names what is wrong with broken ones."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -70,6 +70,14 @@ class WithUndeclaredState(FedProx):
 
 
 @dataclass(frozen=True)
+class WithEmptyState(FedProx):
+    is_stateful: ClassVar[bool] = True
+
+    def finish(self, update, ctx):
+        return replace(update, state={"norm": {}})
+
+
+@dataclass(frozen=True)
 class WithFloat(FedProx):
     def penalty(self, batch):
         return 0.5
@@ -103,6 +111,7 @@ BROKEN = {
     WithOrder: ("order of the batch", "permuting"),
     WithUnbiasedVariance: ("batch of one", "not finite"),
     WithUndeclaredState: ("client state", "is_stateful = False"),
+    WithEmptyState: ("client state", "'norm' has no arrays"),
 }
 
 
