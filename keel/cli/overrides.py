@@ -3,8 +3,6 @@
 import tomllib
 from collections.abc import Mapping, Sequence
 
-from data.partitions import check_classes, check_dirichlet, check_shards
-from keel.cli.sizes import data_size
 from protocol.config import (
     NUMBER_WORDS,
     RENAMED_KEYS,
@@ -15,7 +13,6 @@ from protocol.config import (
     resolve_config,
 )
 from protocol.options import OptionValue, type_names
-from server_app.trackers import check_trackers
 
 MAX_MISTAKES = 5
 DECIDING_KEYS = {"preset", "method", "server-optimizer", "model"}  # which decide on the others
@@ -101,6 +98,13 @@ def checked_config(overrides: Mapping[str, OptionValue]) -> RunConfig:
 def check_simulated(config: RunConfig, num_clients: int) -> None:
     """ValueError, one line, for what clients that share the run's data would refuse after torch."""
     rounds, data = config.rounds, config.data
+    if config.evaluated_clients != "none" and not data.local_test_fraction:
+        raise config.no_test_part("client-0000")
+    # not at the top: most refusals come before, and NumPy takes as long as all the rest
+    from data.partitions import check_classes, check_dirichlet, check_shards
+    from keel.cli.sizes import data_size
+    from server_app.trackers import check_trackers
+
     check_trackers(rounds)
     rounds.check_cohort(max(1, round(rounds.fraction_train * num_clients)))
     size = data_size(config)
@@ -114,8 +118,6 @@ def check_simulated(config: RunConfig, num_clients: int) -> None:
                 check_dirichlet(size.num_train, num_clients, data.min_samples)
             case "shards":
                 check_shards(size.num_train, num_clients, data.shards_per_client)
-    if config.evaluated_clients != "none" and not data.local_test_fraction:
-        raise config.no_test_part("client-0000")
 
 
 def check_share(data: DataConfig, num_train: int, num_classes: int, num_clients: int) -> None:
