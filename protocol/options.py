@@ -106,6 +106,11 @@ def option(
     return dataclasses.field(metadata=metadata)
 
 
+def typed(value: object) -> str:
+    """A config value as `keel run` takes it: true, 1000, 0.1, text without quotes."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """`; did you mean NAME?` with the name that is nearest to `name`; "" if none is near.
 

@@ -42,7 +42,7 @@ from protocol.config import (
 from protocol.config import presets as known_presets
 from protocol.files import write_atomically
 from protocol.models import MODELS
-from protocol.options import key_of, parse_options
+from protocol.options import key_of, parse_options, typed
 from protocol.processes import num_cores
 from protocol.server_optimizers import SERVER_OPTIMIZERS
 from server_app.history import duration
@@ -538,11 +538,6 @@ def show_one(facts: Row, tables: Mapping[str, Sequence[Row]], as_json: bool) -> 
 def cell(column: str, value: Any) -> str:
     """A cell of a table; values of config keys are shown as they are typed."""
     return typed(value) if column in ("default", "value") else text_of(value)
-
-
-def typed(value: Any) -> str:
-    """A config value as `keel run` takes it: true, 1000, 0.1, text without quotes."""
-    return json.dumps(value).strip('"')
 
 
 def text_of(value: Any) -> str:

@@ -7,6 +7,7 @@ from keel.cli.engines import Job, with_num_clients
 from keel.cli.sizes import data_size, parameter_count
 from keel.deployment.superlink import run_config
 from protocol.config import DataConfig, RunConfig
+from protocol.options import typed
 
 PARTITION_KEYS = {
     "dirichlet": ("alpha",),
@@ -51,7 +52,7 @@ def options_text(config: RunConfig, table: str) -> str:
     """The keys of a table, as ` (mu 3.0, num-layers 2)`."""
     prefix = f"{table}."
     options = {k.removeprefix(prefix): v for k, v in config.flat.items() if k.startswith(prefix)}
-    shown = [f"{key} {str(value).lower()}" for key, value in options.items() if value != ""]
+    shown = [f"{key} {typed(value)}" for key, value in options.items() if value != ""]
     return f" ({', '.join(shown)})" if shown else ""
 
 

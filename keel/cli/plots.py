@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 
 from keel.runs import SavedRun
+from protocol.options import typed
 from server_app.history import CURVES, curve
 from server_app.plots import accuracy_figure
 
@@ -26,5 +27,5 @@ def figure_of(runs: Sequence[SavedRun], keys: Sequence[str] = ()) -> Figure:
 
 def label_of(run: SavedRun, keys: Sequence[str]) -> str:
     """What distinguishes the run from the others, if that is short, else its name."""
-    label = ", ".join(f"{key} {run.config.get(key)}" for key in keys)
+    label = ", ".join(f"{key} {typed(run.config.get(key))}" for key in keys)
     return label if 0 < len(label) <= MAX_LABEL else run.name

@@ -35,6 +35,7 @@ from keel.tables import add_column, is_too_wide, print_table, terminal_console
 from keel.views.exports import harmless
 from protocol.config import keel_home
 from protocol.files import digest, private_files
+from protocol.options import typed
 from protocol.text import in_one_line, printable
 from server_app.history import CURVES, curve, duration
 from server_app.summary import summarise
@@ -275,7 +276,8 @@ def compare(
         "state": [state_text(row["state"]) for row in rows],
     }
     differences = [
-        " ".join(f"{k}={run.config.get(k)}" for k in keys if uses(run.config, k)) for run in found
+        " ".join(f"{k}={typed(run.config.get(k))}" for k in keys if uses(run.config, k))
+        for run in found
     ]
     everything = columns | {"differs in": differences}
     is_apart = is_too_wide(table_of(everything))

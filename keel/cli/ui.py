@@ -60,5 +60,6 @@ def ui(
         store = Store(roots)
         found = len(store.runs())
         print(f"http://127.0.0.1:{at.getsockname()[1]}/?token={token}", flush=True)
-        print(f"{found} runs in {', '.join(map(str, roots))}; Ctrl-C stops the server", flush=True)
+        runs = f"{found} run{'s' * (found != 1)} in {', '.join(map(str, roots))}"
+        print(f"{runs}; Ctrl-C stops the server", flush=True)
         serve(create_app(store, token, nodes), at)

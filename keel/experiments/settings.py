@@ -10,6 +10,7 @@ from keel.experiments.recipe import Recipe
 from keel.experiments.runs import Options, data_of, machines_of, run_of, wall_seconds
 from keel.views.store import Entry
 from protocol.config import resolve_config
+from protocol.options import typed
 from server_app.history import duration
 from server_app.summary import read_manifest
 
@@ -57,7 +58,7 @@ def settings_of(
 
 def setting(name: str, pairs: Sequence[tuple[Any, Any]]) -> Setting:
     """One line: each value once, and the paper's if a run has another."""
-    ours, paper = (", ".join(dict.fromkeys(str(pair[i]) for pair in pairs)) for i in (0, 1))
+    ours, paper = (", ".join(dict.fromkeys(typed(pair[i]) for pair in pairs)) for i in (0, 1))
     is_same = all(a == b for a, b in pairs)
     return Setting(name, ours, "" if is_same else paper)
 

@@ -13,6 +13,7 @@ from keel.views.charts import Curve, Figure, curves, smoothed
 from keel.views.exports import harmless, latex, latex_table
 from keel.views.run_page import points_of, seconds_of
 from keel.views.store import NOT_A_SETTING, Entry, number, text_of
+from protocol.options import typed
 from server_app.history import CURVES, HistoryReader, Line
 from server_app.summary import HEADLINE
 
@@ -90,7 +91,7 @@ def grouped(runs: Sequence[Run], by_seed: bool = False) -> list[Group]:
     for head in heads:
         own = [key for key in keys if uses(head.config, key)][:MAX_LABEL_KEYS]
         parts = [
-            head.method if key == "method" else f"{key} {text_of(head.config.get(key), 40)}"
+            head.method if key == "method" else f"{key} {text_of(typed(head.config.get(key)), 40)}"
             for key in own
         ]
         names.append(", ".join(parts) or head.method)
@@ -227,7 +228,7 @@ def config_rows(groups: Sequence[Group]) -> list[list[str]]:
     """A row for each config key that differs between groups that use it, with their values."""
     configs = [group.runs[0][0].config for group in groups]
     return [
-        [key, *(text_of(c.get(key, ""), 80) if uses(c, key) else "" for c in configs)]
+        [key, *(text_of(typed(c.get(key, "")), 80) if uses(c, key) else "" for c in configs)]
         for key in differing_keys(configs, NOT_A_SETTING)
     ]
 

@@ -27,6 +27,7 @@ from keel.views.store import (
     read_json,
     text_of,
 )
+from protocol.options import typed
 from server_app.history import CURVES, PER_CLIENT, HistoryReader, Line, duration
 
 MAX_ROUNDS = 40  # columns of the clients' heat map: each costs the reading of a whole line
@@ -276,7 +277,7 @@ def pictures(entry: Entry) -> list[str]:
     One with a character that cannot be shown, as in an address, is left out.
     """
     found = []
-    for folder in ("", "diagnostics"):
+    for folder in ("", "diagnostics", "diagnostics-models"):
         directory = entry.directory / folder
         try:
             if folder and (directory.is_symlink() or not directory.is_dir()):
@@ -298,7 +299,7 @@ def log_tail(entry: Entry) -> list[str]:
 def config_rows(entry: Entry) -> list[tuple[str, str, bool]]:
     """(key, value, whether the user set it), those that were set first."""
     rows = [
-        (text_of(key, 80), text_of(value), key in entry.overrides)
+        (text_of(key, 80), text_of(typed(value)), key in entry.overrides)
         for key, value in entry.config.items()
         if key in entry.overrides or uses(entry.config, key)
     ]

@@ -188,11 +188,15 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
     def no_run(request: Request, error: Exception) -> HTMLResponse:
         return page("error.html.j2", 404, problem="There is no such run (any more).")
 
+    def no_page(request: Request, error: Exception) -> HTMLResponse:
+        return page("error.html.j2", 404, problem="There is no such page.")
+
     def failed(request: Request, error: Exception) -> HTMLResponse:
         return page("error.html.j2", 500, problem=f"{type(error).__name__}: {text_of(error)}")
 
     app.add_exception_handler(500, failed)
     app.add_exception_handler(NoRun, no_run)
+    app.add_exception_handler(404, no_page)
 
     # --- runs ---------------------------------------------------------------------------------
 

@@ -118,6 +118,16 @@ def test_the_table_has_one_row_a_group_and_the_keys_that_differ(runs):
     assert config_rows(groups) == [["method", *(group.label for group in groups)]]
 
 
+def test_values_that_differ_are_shown_as_they_are_typed(tmp_path):
+    for name, flip in (("a", False), ("b", True)):
+        make_run(tmp_path / name, {"method": "fedavg", "flip": flip}, 1)
+    store = Store([tmp_path])
+    entries = sorted(store.runs().values(), key=lambda entry: entry.name)
+    groups = grouped([(entry, store.history(entry)) for entry in entries])
+    assert [group.label for group in groups] == ["flip false", "flip true"]
+    assert config_rows(groups) == [["flip", "false", "true"]]
+
+
 def test_an_option_is_only_of_the_method_that_has_it(tmp_path):
     for name, keys in {
         "a": {"method": "fedcka", "fedcka.mu": 5.0},

@@ -31,6 +31,13 @@ def test_clients_are_listed_worst_first_with_their_accuracies(tmp_path):
     assert [row[-1] for row in heat["z"]] == pytest.approx(values, rel=1e-5)
 
 
+def test_config_values_are_shown_as_they_are_typed(tmp_path):
+    make_run(tmp_path / "a", {"method": "fedavg", "flip": True}, 1)
+    entry, _ = only_run(tmp_path)
+    rows = {key: (value, is_set) for key, value, is_set in run_page.config_rows(entry)}
+    assert (rows["flip"], rows["compile"]) == (("true", True), ("false", False))
+
+
 def test_many_clients_and_rounds_become_a_small_chart(tmp_path):
     make_large(tmp_path, 300, 100)
     _, reader = only_run(tmp_path)

@@ -129,13 +129,26 @@ def test_no_other_file_is_served(pages, tmp_path, path):
     assert pages.get(path.format(pages.id_of("one"))).status_code == 404
 
 
-def test_a_picture_of_the_run_is_served_as_png(pages, tmp_path):
-    folder = tmp_path / "runs" / "one" / "diagnostics"
-    folder.mkdir()
-    (folder / "cka.png").write_bytes(b"<script>alert(1)</script>")
-    answer = pages.get(f"/run/{pages.id_of('one')}/picture?name=diagnostics/cka.png")
+@pytest.mark.parametrize("folder", ["diagnostics", "diagnostics-models"])  # a run's, the command's
+def test_a_picture_of_the_run_is_served_as_png(pages, tmp_path, folder):
+    (tmp_path / "runs" / "one" / folder).mkdir()
+    (tmp_path / "runs" / "one" / folder / "cka.png").write_bytes(b"<script>alert(1)</script>")
+    answer = pages.get(f"/run/{pages.id_of('one')}/picture?name={folder}/cka.png")
     assert answer.headers["content-type"] == "image/png"
     assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_an_address_that_is_no_page_leads_back_to_the_runs(pages):
+    for path in ("/nothing", "/run/0123456789abcdef"):
+        answer = pages.get(path)
+        assert answer.status_code == 404
+        assert '<a href="/">All runs</a>' in answer.text
+
+
+def test_a_finished_run_is_told_as_such(pages):
+    run = pages.id_of("one")
+    assert "so far" not in pages.get(f"/run/{run}/data").json()["html"]["status"]
+    assert "1 key set by the user" in pages.get(f"/run/{run}").text
 
 
 def test_a_picture_whose_name_is_no_text_breaks_no_page(pages, tmp_path):
@@ -320,6 +333,7 @@ def test_the_pages_work_through_another_port_while_the_run_writes(tmp_path):
     ):
         try:
             link = urlsplit(server.stdout.readline().strip())
+            assert server.stdout.readline().startswith("1 run in ")
             relay.target = link.port
             threading.Thread(target=relay.serve_forever, daemon=True).start()
             base = f"http://127.0.0.1:{relay.server_address[1]}"
