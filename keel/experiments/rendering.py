@@ -86,9 +86,16 @@ class Section:
         if not self.recipe.paper:
             return ""
         other = [f"{s.name} {s.ours} (paper: {s.paper})" for s in self.settings if s.paper]
+        other += filter(None, [self.recipe.remark])
         if other:
             return f"Not the paper's setting: {'; '.join(other)}."
-        return "The paper's setting, as far as the paper states it."
+        but = "; the notes name all other choices" if self.recipe.notes else ""
+        return f"The paper's setting, as far as the paper states it{but}."
+
+    def verdict(self, claim: JudgedClaim) -> str:
+        """The verdict on a claim, with what to know beside it."""
+        beside = (claim.remarks, self.recipe.remark if claim.seeds else "")
+        return "; ".join(filter(None, (claim.verdict, *beside)))
 
     @property
     def reading(self) -> str:
@@ -363,6 +370,7 @@ def as_json(section: Section) -> str:
     """The cells, the settings and the claims."""
     content = {
         **{"title": section.title, "setting": section.label, "origin": section.origin},
+        "remark": section.recipe.remark,
         "settings": [asdict(setting) for setting in section.settings],
         "cells": list(records(section)),
         "claims": [

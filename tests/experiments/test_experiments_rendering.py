@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from keel.experiments.measure import History, Take
-from keel.experiments.recipe import load_recipe
+from keel.experiments.recipe import load_recipe, shipped_recipes
 from keel.experiments.rendering import Section, label_of, write_report
 from keel.experiments.runs import Options
 from keel.views.charts import static_file
@@ -148,12 +148,37 @@ def test_exports_hold_the_numbers_of_the_table(report):
     assert len(re.findall(r"(?<!\\)&", text)) == 6 * 4 - 3 - 2  # spans join 3 and 2 columns
 
 
+def test_a_recipe_that_departs_from_its_paper_is_not_called_the_papers_setting(report):
+    remark = "the CNN's rate is 0.01, not the printed 0.1"
+    shown = html.unescape(section_in(report, "fedcka"))
+    setting = re.search('<p class="scaled">([^<]*)', shown)[1]
+    assert setting.startswith("Not the paper's setting: ")
+    assert setting.endswith(f"; {remark}.")
+    content = json.loads(table(report, "fedcka", "json"))
+    assert content["remark"] == remark
+    whole = Section(load_recipe("fedreco-table-1"), None, "", {}, [])
+    assert whole.deviation.startswith("Not the paper's setting: eta_0 was chosen")
+    claim = SimpleNamespace(verdict="reproduced", remarks="after 2 of 3 seeds", seeds=2)
+    assert whole.verdict(claim) == f"reproduced; after 2 of 3 seeds; {whole.recipe.remark}"
+    not_run = SimpleNamespace(verdict="not tested", remarks="", seeds=0)
+    assert whole.verdict(not_run) == "not tested"
+
+
+def test_every_recipe_with_another_rate_or_optimizer_than_its_papers_says_so():
+    for recipe in map(load_recipe, shipped_recipes()):
+        notes = " ".join(recipe.notes)
+        if "states a learning rate of 0.1" in notes:
+            assert "not the printed 0.1" in recipe.remark, recipe.name
+        if "local steps are plain SGD" in notes:
+            assert "momentum 0.9, not plain SGD" in recipe.remark, recipe.name
+
+
 def test_settings_say_what_the_scale_made_of_the_papers(report):
     scaled, whole = section_in(report, "fedcka"), section_in(report, "fedrcl")
     rounds = re.search(r"num-rounds</th><td[^>]*>(\d+)</td><td[^>]*>100</td>", scaled)
     assert rounds
     assert f"Not the paper's setting: num-rounds {rounds[1]} (paper: 100)" in html.unescape(scaled)
-    assert "The paper's setting" in html.unescape(whole)
+    assert "The paper's setting, as far as the paper states it; the notes" in html.unescape(whole)
     assert "paper, where it differs" not in whole
     for words in ('<td class="text">cifar10</td>', "torch 2.11.0", "cpu: made up", "Code: sources"):
         assert words in whole
