@@ -6,6 +6,7 @@ run.history          # a pandas DataFrame if pandas is installed, else a list of
 run.model().predict(images)
 """
 
+import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from os import PathLike, fspath
@@ -153,7 +154,11 @@ def run(
     for name, value in shares.items():
         if type(value) not in (int, float, type(None)):
             raise ValueError(f"{name} = {value!r}: expected a number")
-    options = EngineOptions(Engine(engine), clients, **shares, ray=ray)
+    try:
+        options = EngineOptions(Engine(engine), clients, **shares, ray=ray)
+    except ValueError as error:  # which names the options of the command line
+        names = re.sub(r"--([a-z-]+)", lambda match: match[1].replace("-", "_"), str(error))
+        raise ValueError(names) from None
     saved = execute(overrides, options, quiet)
     assert saved is not None
     return Run(saved.directory)

@@ -1,7 +1,7 @@
 """Names in messages: those of clients, and the one sanitiser of all other text from them."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 
 CLIENT_NAME_RULE = "1 to 64 letters, digits, '.', '_' or '-', not dots alone"
 _client_name = re.compile(r"(?!\.+\Z)[A-Za-z0-9._-]{1,64}")
@@ -37,6 +37,11 @@ def check_client_name(name: object) -> str:
     if not is_client_name(name):
         raise ValueError(f"client name {in_one_line(name, 80)!r}: expected {CLIENT_NAME_RULE}")
     return str(name)
+
+
+def num_of(noun: str, things: Sized) -> str:
+    """How many there are, with the noun: `1 run`, `2 runs`."""
+    return f"{len(things)} {noun}{'s' * (len(things) != 1)}"
 
 
 def shortened(names: Sequence[str]) -> str:

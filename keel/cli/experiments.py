@@ -15,6 +15,7 @@ from keel.runs import find_run
 from protocol.config import keel_home, refuse_unknown, with_current_names
 from protocol.files import full_path
 from protocol.options import OptionValue
+from protocol.text import num_of
 
 app = typer.Typer(
     help="Run, report and verify the papers' tables and figures, and sweeps of your own.",
@@ -135,7 +136,7 @@ def run_command(
         raise typer.Exit(130) from None
     if failed:
         console.print(
-            f"[red]{len(failed)} runs failed[/]: the reasons are above, and in their logs"
+            f"[red]{num_of('run', failed)} failed[/]: see the reasons above, and the logs"
         )
     if loaded.shows == "labels":
         console.print("nothing to train: the report plots the splits")

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from protocol.text import num_of
+
 DEFAULT_PORT = 8777
 
 
@@ -58,8 +60,7 @@ def ui(
     token = secrets.token_urlsafe(24)
     with listening(port) as at:
         store = Store(roots)
-        found = len(store.runs())
+        runs = num_of("run", store.runs())
         print(f"http://127.0.0.1:{at.getsockname()[1]}/?token={token}", flush=True)
-        runs = f"{found} run{'s' * (found != 1)} in {', '.join(map(str, roots))}"
-        print(f"{runs}; Ctrl-C stops the server", flush=True)
+        print(f"{runs} in {', '.join(map(str, roots))}; Ctrl-C stops the server", flush=True)
         serve(create_app(store, token, nodes), at)

@@ -41,6 +41,7 @@ from keel.experiments.runs import (
 from keel.experiments.stack import stack_of
 from keel.experiments.tasks import LOG_FILE, KilledError, RayTasks, Resources, claimed, is_executed
 from protocol.files import write_atomically
+from protocol.text import num_of
 from server_app.history import HISTORY_FILE, HistoryReader
 from server_app.summary import HEADLINE
 
@@ -202,7 +203,7 @@ def run_recipe(
 
         skipped = {run.name: run for run in needed() if run.is_done()}
         if skipped:
-            console.print(f"{len(skipped)} already finished:")
+            console.print(f"{num_of('run', skipped)} already finished:")
         for run in skipped.values():
             directory = run.finished()
             number = outcome(directory) if directory else f"[red]{DIVERGED}[/]"
@@ -249,7 +250,7 @@ def run_recipe(
                     continue
                 if not is_waiting:
                     is_waiting = True
-                    console.print(f"waiting for other runners: {len(waiting)} left")
+                    console.print(f"waiting for {num_of('run', waiting)} of other runners")
                 time.sleep(OTHERS_POLL_S)
                 continue
             is_full = num_active(running) == tasks.slots
@@ -307,7 +308,7 @@ def announce_outdated(runs: Sequence[Run], console: Console) -> None:
     """Name the runs that ended with another config or other code, which are run again."""
     outdated = {run.name: reason for run in runs if (reason := run.outdated())}
     if outdated:
-        console.print(f"{len(outdated)} outdated, kept on disk and repeated:")
+        console.print(f"not counted, kept on disk and run again: {num_of('run', outdated)}")
     for name, reason in outdated.items():
         console.print(f"  {name}: {escape(reason)}")
 

@@ -11,6 +11,7 @@ from keel.experiments.runs import Options, data_of, machines_of, run_of, wall_se
 from keel.views.store import Entry
 from protocol.config import resolve_config
 from protocol.options import typed
+from protocol.text import num_of
 from server_app.history import duration
 from server_app.summary import read_manifest
 
@@ -111,6 +112,6 @@ def machine_sentences(results: Sequence[Result]) -> Iterator[str]:
         seconds.setdefault(name, []).append(wall_seconds(directory))
     for name, each in sorted(seconds.items()):
         times = f"{duration(sum(each))} of rounds, the longest {duration(max(each))}"
-        yield f"{len(each)} runs on {name}: {times}."
+        yield f"{num_of('run', each)} on {name}: {times}."
     if len({name for r in results if r.cell.take.is_time for name in r.machines}) > 1:
         yield "The seconds are from different machines and cannot be compared."

@@ -215,7 +215,7 @@ def test_what_is_finished_is_not_run_again(swept, monkeypatch, capsys):
     """Though another recipe has finished it."""
     monkeypatch.setattr(RayTasks, "connect", lambda self: pytest.fail("Ray was started"))
     assert main("run", str(sweep), "--output", str(swept), *ONCE) == 0
-    assert "2 already finished" in capsys.readouterr().out
+    assert "2 runs already finished" in capsys.readouterr().out
 
 
 def test_only_rounds_in_flight_were_run_again(interrupted, swept):

@@ -272,7 +272,7 @@ def test_a_run_of_another_config_does_not_count_is_named_and_run_again(tmp_path,
     message = "momentum = 0.8, today 0.9"
     started, printed, _ = ran(recipe, how, tmp_path, monkeypatch)
     assert started == [odd.name]
-    assert f"1 outdated, kept on disk and repeated:\n  {odd.name}: {message}" in printed
+    assert f"not counted, kept on disk and run again: 1 run\n  {odd.name}: {message}" in printed
     _, text = write_report(tmp_path)
     assert f"| FedAvg | –; a run does not count: {message} |" in text.read_text()
     assert "| FedProx | 25.00 |" in text.read_text()
@@ -748,7 +748,7 @@ def test_a_run_that_has_failed_in_another_runner_is_not_run_again(tmp_path, monk
     monkeypatch.setattr(runner, "time", clock)
     started, printed, failed = ran(recipe, how, tmp_path, monkeypatch)
     assert started == []
-    assert "waiting for other runners: 1 left" in printed
+    assert "waiting for 1 run of other runners" in printed
     assert failed == {one.name: "failed in another runner"}
 
 
