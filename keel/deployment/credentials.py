@@ -34,7 +34,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from protocol.files import write_atomically
+from protocol.files import remove_parts, write_atomically
 
 default_names = ("localhost", "127.0.0.1", "superlink")  # health check; the name under compose
 reserved_names = ("ca", "server")
@@ -51,14 +51,20 @@ certificate_options = ("--ssl-certfile", "--ssl-ca-certfile", "--root-certificat
 def write_new(path: Path, content: bytes, *, private: bool) -> None:
     """Write a new file, whole or not at all; FileExistsError if it exists."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+    remove_parts(path.parent)
     mode = 0o600 if private else 0o644
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    # after a kill the next call would take a part for the whole
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(content)
-    except OSError as error:  # a full disk: the next call would take a part for the whole
-        path.unlink()
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(part, path)  # unlike a renaming, never over another file
+    except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:

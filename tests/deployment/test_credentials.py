@@ -227,6 +227,20 @@ def test_a_full_disk_leaves_no_part_of_a_file_that_the_next_call_takes_for_whole
     assert not copy.exists()
 
 
+def test_a_kill_leaves_no_part_of_a_file_that_the_next_call_takes_for_whole(tmp_path):
+    """An empty client.pub was passed on to the server, whose registration it then ended."""
+    script = f"""
+import os, pathlib, keel.deployment.credentials as credentials
+os.fdopen = lambda descriptor, mode: os._exit(9)  # the file is there, and has no content yet
+credentials.write_new(pathlib.Path({str(tmp_path / "client.pub")!r}), b"key", private=True)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 9
+    assert not (tmp_path / "client.pub").exists()
+    write_new(tmp_path / "client.pub", b"key", private=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["client.pub"]  # the part is gone
+    assert (tmp_path / "client.pub").read_bytes() == b"key"
+
+
 def test_the_private_files_and_the_caches_are_ignored_by_git():
     for name in ("credentials/site-a/client.key", "docker/wheels/x.whl"):
         ignored = subprocess.run(["git", "check-ignore", "-q", name], cwd=app_folder, check=False)
