@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from client_app.setup import client_indices, open_source
-from client_app.state import StateFolder, max_rounds_ahead, memories
+from client_app.state import StateFolder, max_rounds_ahead, memories, state_file
 from client_app.worker_socket import worker_variable
 from data.sources import ImageSplit, Source
 from protocol.config import RunConfig, keel_home
@@ -155,7 +155,8 @@ def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
     In deployment, under `state-dir` of its node config or in $KEEL_HOME/clients, by the name of the
     run directory, which does not change on a resume (Flower's run id does). In simulation, in the
     run directory, if that is on this machine. ValueError for a `run-dir` outside of these, and in a
-    resident worker for a `state-dir` outside of $KEEL_HOME/clients.
+    resident worker for a `state-dir` outside of $KEEL_HOME/clients. In deployment also for a folder
+    with the name of a file of client state: it would count as that file in another's folder.
     """
     client, sent = client_name(node_config), request.run_dir
     path, run, is_path = run_path(sent)
@@ -165,8 +166,15 @@ def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
             "'-') or, in a simulation, the path of its directory: this client writes nowhere else"
         )
     max_ahead = max_rounds_ahead(request.config.rounds.checkpoint_interval)
+    base = Path(str(node_config.get("state-dir", "")))
+    if is_deployed(node_config):
+        for name in (*base.parts, run, client):
+            if state_file.fullmatch(name):
+                raise ValueError(
+                    f"{name[:200]!r}: expected another name for a run, a client or a part of "
+                    "state-dir: files of client state have such names"
+                )
     if "state-dir" in node_config:
-        base = Path(str(node_config["state-dir"]))
         clients, own = clients_folder().resolve(), base.resolve()
         is_below = own.is_relative_to(clients) and len(own.relative_to(clients).parts) <= MAX_DEPTH
         if os.environ.get(worker_variable) and not is_below:

@@ -105,3 +105,24 @@ def test_a_worker_takes_a_state_dir_below_its_clients_folder_only(home, monkeypa
     (home / "clients" / "link").symlink_to(home)
     with pytest.raises(ValueError, match=r"^state-dir = "):
         folder_of("a", **{"state-dir": str(home / "clients" / "link" / "privacy")})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("reset-state", "begin-anew", "run-id", "state-was-reset-00003", "begun-anew-00003"),
+        *(f"round-00000-0123456789abcdef.{end}" for end in ("safetensors", "damaged", "set-aside")),
+        "state-was-reset-00003.set-aside",
+    ],
+)
+def test_no_folder_has_the_name_of_a_file_of_client_state(home, monkeypatch, name):
+    """A run's code gave an operator's word for another run so, or stood in its versions' way."""
+    monkeypatch.setenv("KEEL_WORKER", "/run/keel/worker.sock")
+    clients = home / "clients"
+    for run, node in (
+        ("site-a", {"name": name, "state-dir": str(clients / "other-run")}),
+        (name, {"name": "x", "state-dir": str(clients / "other-run" / "site-a")}),
+        ("x", {"name": "x", "state-dir": str(clients / "other-run" / "site-a" / name)}),
+    ):
+        with pytest.raises(ValueError, match=f"^'{name}': expected another name"):
+            folder_of(run, **node)
