@@ -239,6 +239,8 @@ def without_file_names(reason: str, error: Exception, source: str) -> str:
         return f"{error.nameless} ({log_has_it})"
     if isinstance(error, ResetNeeded):
         return error.nameless
+    if isinstance(error, PrivacyRefused) and error.nameless:
+        return f"{error.nameless} ({log_has_it})"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{type(error).__name__}: {error.strerror} ({log_has_it})"
     kind, _, location = source.partition(":")

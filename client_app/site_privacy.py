@@ -48,7 +48,14 @@ METRICS = ("withheld", "exact")
 
 
 class PrivacyRefused(ValueError):
-    """The server requests more than the site allows."""
+    """The server requests more than the site allows.
+
+    nameless: the message without a file's path, if it has one.
+    """
+
+    def __init__(self, message: str, nameless: str = "") -> None:
+        super().__init__(message)
+        self.nameless = nameless
 
 
 @dataclass(frozen=True)
@@ -244,16 +251,19 @@ class Ledger:
         """
         entries, num_damaged = read_chained(self.path, allows_old=False)
         num_damaged += sum(not entry["multiplier"] > 0 for entry in entries)  # NaN: no total
+        problem = ""
         if num_damaged:
-            raise PrivacyRefused(
-                f"{self.path}: {num_damaged} lines are damaged: the budget spent is unknown; "
-                "restore the file from a backup"
+            problem = (
+                f"{num_damaged} lines are damaged: the budget spent is unknown; restore the file "
+                "from a backup"
             )
-        if self.is_cut_short():
-            raise PrivacyRefused(
-                f"{self.path}: its newest lines are missing: what this site spent is not known; "
-                "restore the file from a backup that has them"
+        elif self.is_cut_short():
+            problem = (
+                "its newest lines are missing: what this site spent is not known; restore the file "
+                "from a backup that has them"
             )
+        if problem:
+            raise PrivacyRefused(f"{self.path}: {problem}", f"this site's ledger: {problem}")
         return float(sum(entry["multiplier"] ** -2 for entry in entries))
 
     def check(self, privacy: PrivacyConfig, limits: SiteLimits) -> None:
