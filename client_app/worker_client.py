@@ -18,6 +18,7 @@ from protocol.text import in_one_line
 
 log = logging.getLogger("keel.client")
 max_timeout_s = 30 * 86400.0
+refusal_s = 60.0  # for a message that states no time limit
 
 
 def send_to_worker(path: str, message: Message, context: Context) -> RecordDict | Error:
@@ -69,7 +70,10 @@ def answer_timeout_s(message: Message) -> float:
     Before round 1, a client may have to decode all its data.
     """
     record = message.content.config_records.get("round")
-    if record is None:  # the handlers refuse it at once
-        return 60.0
     key = "start-timeout" if message.metadata.message_type == MessageType.QUERY else "round-timeout"
-    return min(float(json.loads(str(record["config"]))[key]), max_timeout_s)
+    try:
+        stated_s = float(json.loads(str(record["config"]))[key]) if record else 0.0
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
+        stated_s = 0.0
+    # of other messages than Keel's, which the handlers refuse at once; NaN would never be over
+    return min(stated_s, max_timeout_s) if stated_s > 0 else refusal_s

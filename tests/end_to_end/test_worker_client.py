@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from client_fixtures import Client, assert_same_bits, initial, make_config
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from run_fixtures import wait_until
 
 import client_app.worker_client
@@ -22,7 +23,7 @@ import client_app.worker_socket
 from client_app.worker_server import listen, warm_device
 from client_app.worker_socket import receive_frame, send_frames, worker_status, worker_variable
 from keel.deployment.loopback import LocalProcess, restarting
-from protocol.flower_compat import CLIENT_FAILED
+from protocol.flower_compat import CLIENT_FAILED, begin_task
 from protocol.messages import read_reply
 
 repository = Path(__file__).parents[2]
@@ -50,6 +51,38 @@ class Resident:
 
     def printed(self):
         return self.log.read_text()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        '{"round-timeout": NaN}',
+        '{"round-timeout": -1}',
+        '{"round-timeout": "x"}',
+        f'{{"round-timeout": {10**400}}}',
+        "{}",
+        "[]",
+        "[" * 10**5,
+    ],
+    ids=["NaN", "negative", "text", "beyond floats", "none", "no object", "deep"],
+)
+def test_a_server_that_states_no_time_limit_is_answered(config, monkeypatch, tmp_path):
+    """NaN was waited for endlessly where no worker was there; the others raised."""
+    monkeypatch.setattr(client_app.worker_client, "refusal_s", 0.2)
+    begin_task(1)
+    content = RecordDict({"round": ConfigRecord({"config": config})})
+    message = Message(content, dst_node_id=1, message_type="train")
+    context = Context(1, 1, {"name": "site-a"}, RecordDict(), {})
+    path = str(tmp_path / "worker.sock")
+    errors = []
+
+    def send():
+        errors.append(client_app.worker_client.send_to_worker(path, message, context))
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert "no worker answers" in errors[0].reason
 
 
 @pytest.fixture(scope="module")
