@@ -13,7 +13,8 @@ way.
 
 `accept_reply` replaces `message_handler.push_messages`. Why: Flower compares the node of a request
 with its key, but stores the message in it under any other node's name, and as a message *to* a node
-if it replies to none.
+if it replies to none. It also stores times that are NaN, as NULL, on which every request for the
+replies of that round then fails.
 
 `SpokenErrors` completes `SqlMixin.session`. Why: with a full disk Flower's SuperLink answers with
 errors that a SuperNode takes for final, so that replies are lost, and that tell a ServerApp no
@@ -66,6 +67,7 @@ MAX_REPLIES = 4  # of one node to one run, complete and not yet taken by their S
 MAX_OBJECTS = 1000  # of a reply, and one more for each MiB: Keel packs arrays into few
 MAX_LOG_BYTES = 2**25  # of objects in the database's write-ahead log, before it is emptied
 LOG_WAIT_S = 0.2  # for its readers
+MAX_SECONDS = 2.0**40  # of any time in a reply
 push_messages = message_handler.push_messages
 CANNOT_WRITE = 39_001  # an error code of ours
 API_ERROR_MAP[CANNOT_WRITE] = ApiErrorSpec(
@@ -343,4 +345,8 @@ def accept_reply(request: PushMessagesRequest, state: LinkState) -> PushMessages
     if about is None or about.src_node_id != node or not about.reply_to_message_id:
         log.warning("node %d sent a message that is no reply of its own: refused", node)
         raise ValueError("a SuperNode sends one reply of its own at a time")
+    times = (about.created_at, about.ttl, *request.clientapp_runtime_list)
+    if not all(0 <= seconds < MAX_SECONDS for seconds in times):
+        log.warning("node %d sent a reply with a time that is no number: refused", node)
+        raise ValueError("the times of a reply are numbers of seconds, at least 0")
     return push_messages(request, state)

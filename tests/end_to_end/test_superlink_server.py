@@ -547,6 +547,37 @@ def test_a_node_cannot_reply_for_another_nor_send_instructions(link):
     assert link.state.num_message_res() == 1
 
 
+@pytest.mark.parametrize(
+    ("field", "number"),
+    [("created_at", np.nan), ("ttl", np.nan), ("runtime", np.nan), ("runtime", np.inf)],
+)
+def test_a_reply_with_a_time_that_is_no_number_keeps_no_other_from_being_delivered(
+    link, field, number
+):
+    """Every request for the round's replies failed, until the run ended."""
+    asked, honest = link.send("one"), link.send("two")
+    odd = own_message(link, link.node, SUPERLINK_NODE_ID, *ids(asked))
+    proto, tree = message_to_proto(odd), get_object_tree(odd)
+    runtimes = [1.0]
+    if field == "runtime":
+        runtimes = [number]
+    else:
+        setattr(proto.metadata, field, number)
+    request = PushMessagesRequest(
+        node=Node(node_id=link.node),
+        messages_list=[proto],
+        message_object_trees=[tree],
+        clientapp_runtime_list=runtimes,
+    )
+    with contextlib.suppress(ValueError):
+        accept_reply(request, link.state)
+        link.finish(odd)
+    reply = link.reply(honest)
+    assert link.pull(asked, honest) == [(*ids(reply), 0)]
+    [run] = link.state.get_run_info(run_ids=[link.run])
+    assert run.clientapp_runtime == 0
+
+
 def test_replies_that_are_refused_leave_nothing(link):
     """Flower kept a row of each until the run ended, however many a node sent."""
     asked = bounded(link, "one", 2**20)
