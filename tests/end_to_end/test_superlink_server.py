@@ -578,6 +578,19 @@ def test_a_reply_with_a_time_that_is_no_number_keeps_no_other_from_being_deliver
     assert run.clientapp_runtime == 0
 
 
+def test_a_late_reply_is_dropped_without_an_error(link):
+    """Its SuperNode would take an error for final."""
+    asked = link.send("one")
+    odd = own_message(link, link.node, SUPERLINK_NODE_ID, *ids(asked))
+    proto, tree = message_to_proto(odd), get_object_tree(odd)
+    proto.metadata.ttl = -5.0  # made after the message had expired
+    request = PushMessagesRequest(
+        node=Node(node_id=link.node), messages_list=[proto], message_object_trees=[tree]
+    )
+    assert not accept_reply(request, link.state).objects_to_push
+    assert link.state.num_message_res() == 0
+
+
 def test_replies_that_are_refused_leave_nothing(link):
     """Flower kept a row of each until the run ended, however many a node sent."""
     asked = bounded(link, "one", 2**20)
