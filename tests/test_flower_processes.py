@@ -133,6 +133,7 @@ def test_superlink():
     assert cli.GRPC_MAX_MESSAGE_LENGTH == GRPC_MAX_MESSAGE_LENGTH
     fleet_api = inspect.getsource(cli._run_fleet_api_grpc_rere)
     assert "max_message_length=GRPC_MAX_MESSAGE_LENGTH" in fleet_api
+    assert calls(cli, "NodeAuthServerInterceptor") == 1
     assert linkstate_factory.SqlLinkState is SqlLinkState
     for method in (
         *("_cleanup_expired_task_tokens", "_check_and_tag_offline_nodes"),

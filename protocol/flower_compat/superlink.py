@@ -24,6 +24,9 @@ Replaces `GRPC_MAX_MESSAGE_LENGTH` of the Fleet API, 2 GiB. Why: the SuperLink h
 sends at once in memory. No object of Flower's is larger than `MAX_OBJECT_BYTES`; one of up to twice
 that arrives, so that its sender can be named.
 
+Replaces `NodeAuthServerInterceptor`. Why: Flower lets any key, a registered one or not, announce
+the node of another key as connected, and then waits for that node.
+
 Replaces `HEARTBEAT_PATIENCE` of tasks. Why: Flower ends the run of a ServerApp that was stopped for
 a minute. Here it has three.
 
@@ -40,6 +43,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import grpc
 from flwr.app import Message
 from flwr.common.constant import (
     HEARTBEAT_DEFAULT_INTERVAL,
@@ -47,11 +51,14 @@ from flwr.common.constant import (
     SUPERLINK_NODE_ID,
     Status,
 )
-from flwr.proto.fleet_pb2 import PullMessagesRequest, PullMessagesResponse
+from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest, PullMessagesResponse
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ConfirmMessageReceivedResponse
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse
 from flwr.proto.task_pb2 import Task
 from flwr.server.superlink.fleet.grpc_rere import fleet_servicer
+from flwr.server.superlink.fleet.grpc_rere.node_auth_server_interceptor import (
+    NodeAuthServerInterceptor,
+)
 from flwr.server.superlink.fleet.message_handler import message_handler
 from flwr.server.superlink.linkstate import LinkState, linkstate_factory
 from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
@@ -284,6 +291,28 @@ class PatientLinkState(BoundedReplies):
         return super().get_message_res(message_ids, run_id)
 
 
+class OwnKeyInterceptor(NodeAuthServerInterceptor):
+    """Flower's check of keys, which lets a key announce its own node only."""
+
+    def _wrap_method_handler(
+        self, method_handler: grpc.RpcMethodHandler, received_public_key: bytes
+    ) -> grpc.RpcMethodHandler:
+        checked = super()._wrap_method_handler(method_handler, received_public_key)
+
+        def answer(request: Any, context: grpc.ServicerContext) -> Any:
+            is_activation = isinstance(request, ActivateNodeRequest)
+            if is_activation and request.public_key != received_public_key:
+                log.warning("a key announced the node of another key: refused")
+                context.abort(grpc.StatusCode.UNAUTHENTICATED, "Not the key of this connection")
+            return checked.unary_unary(request, context)
+
+        return grpc.unary_unary_rpc_method_handler(
+            answer,
+            request_deserializer=checked.request_deserializer,
+            response_serializer=checked.response_serializer,
+        )
+
+
 def main() -> None:
     """As `flower-superlink`, with the same options."""
     if vars(fleet_servicer).get("message_handler") is not message_handler:
@@ -296,6 +325,7 @@ def main() -> None:
     replace(object_store_factory, "SqlObjectStore", SpokenObjectStore, SqlObjectStore)
     replace(sql_corestate, "HEARTBEAT_PATIENCE", task_patience, HEARTBEAT_PATIENCE)
     cli = sys.modules[flower_superlink.__module__]
+    replace(cli, "NodeAuthServerInterceptor", OwnKeyInterceptor, NodeAuthServerInterceptor)
     replace(cli, "GRPC_MAX_MESSAGE_LENGTH", 2 * MAX_OBJECT_BYTES, GRPC_MAX_MESSAGE_LENGTH)
     threading.Thread(target=PatientLinkState.presence.watch, daemon=True).start()
     flower_superlink()

@@ -11,13 +11,14 @@ import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, Metadata, RecordDict
 from flwr.app.message import remove_content_from_message
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode, SubStatus
 from flwr.common.serde import message_to_proto
-from flwr.proto.fleet_pb2 import PullMessagesRequest, PushMessagesRequest
+from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest, PushMessagesRequest
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
 from flwr.proto.node_pb2 import Node
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PushAppMessagesRequest
@@ -50,6 +51,7 @@ from protocol.flower_compat import TOO_LARGE, assign_message_id, bound_reply, re
 from protocol.flower_compat import superlink as superlink_server
 from protocol.flower_compat.reply_bounds import SpokenObjectStore, accept_reply
 from protocol.flower_compat.superlink import (
+    OwnKeyInterceptor,
     PatientLinkState,
     Presence,
     Redelivery,
@@ -576,6 +578,31 @@ def test_a_reply_with_a_time_that_is_no_number_keeps_no_other_from_being_deliver
     assert link.pull(asked, honest) == [(*ids(reply), 0)]
     [run] = link.state.get_run_info(run_ids=[link.run])
     assert run.clientapp_runtime == 0
+
+
+def test_a_key_announces_no_other_key_s_node(link):
+    """A stranger who knew a client's public key kept it connected, so that rounds waited for it."""
+
+    class Context:
+        def abort(self, code, details):
+            raise PermissionError(details)
+
+    def activate(request, context):
+        return message_handler.activate_node(request, link.state)
+
+    def ask(key, announced):
+        handler = grpc.unary_unary_rpc_method_handler(activate)
+        checked = OwnKeyInterceptor(None)._wrap_method_handler(handler, key)
+        request = ActivateNodeRequest(public_key=announced, heartbeat_interval=30.0)
+        return checked.unary_unary(request, Context()).node_id
+
+    assert link.state.deactivate_node(link.node)
+    for key in (b"two", b"a stranger's"):
+        with pytest.raises(PermissionError, match="Not the key of this connection"):
+            ask(key, b"one")
+    assert link.state.get_nodes(link.run) == {link.other}
+    assert ask(b"one", b"one") == link.node
+    assert link.state.get_nodes(link.run) == {link.node, link.other}
 
 
 def test_a_late_reply_is_dropped_without_an_error(link):
