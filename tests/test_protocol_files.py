@@ -39,6 +39,19 @@ def test_threads_that_write_the_same_file_do_not_disturb_each_other(tmp_path, mo
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_the_file_is_synced_before_it_is_renamed_and_its_entry_after(tmp_path, monkeypatch):
+    """A power cut after the return could otherwise lose the file, or leave it empty."""
+    path, fsync, synced = tmp_path / "a.json", os.fsync, []
+
+    def note(descriptor):
+        fsync(descriptor)
+        synced.append((os.path.isdir(descriptor), path.exists()))
+
+    monkeypatch.setattr(files.os, "fsync", note)
+    write_atomically(path, b"1")
+    assert synced == [(False, False), (True, True)]
+
+
 def test_only_the_parts_of_processes_that_have_ended_are_removed(tmp_path):
     """A process that was killed in the middle of a write, and one that is in it."""
     below = tmp_path / "clients"
