@@ -32,7 +32,7 @@ from protocol.messages import (
     simulated_content,
     tensors,
 )
-from protocol.privacy import composed_epsilon
+from protocol.privacy import composed_epsilon, noise_multiplier
 
 
 @pytest.fixture
@@ -101,6 +101,22 @@ def test_a_request_beyond_a_limit_is_refused_in_one_line(
         assert "\n" not in said
         assert re.search(reason, said)
     assert not Ledger({"source": source}).path.exists()  # nothing was released
+
+
+def test_a_request_at_every_limit_is_allowed(source):
+    multiplier = noise_multiplier(0.5, 1e-5)
+    node = {
+        "source": source,
+        "privacy-min-noise-multiplier": multiplier,
+        "privacy-max-clip-norm": 1.0,
+        "privacy-budget-epsilon": composed_epsilon((multiplier**-2) ** -0.5, 1e-5),
+    }
+    check_limits(private(clip_norm=1.0), node)
+    for key in node.keys() - {"source", "privacy-min-noise-multiplier"}:
+        with pytest.raises(PrivacyRefused, match=key):
+            check_limits(private(clip_norm=1.0), node | {key: node[key] * 0.999})
+    with pytest.raises(PrivacyRefused, match="privacy-min-noise-multiplier"):
+        check_limits(private(), node | {"privacy-min-noise-multiplier": multiplier * 1.001})
 
 
 def test_the_noise_of_a_central_run_counts_half():
@@ -225,6 +241,20 @@ def test_a_client_that_waits_for_its_turn_is_not_charged(source, monkeypatch):
     assert len(ledger_lines(source)) == 1
 
 
+def test_what_another_process_released_during_the_wait_for_the_turn_counts(source, monkeypatch):
+    """Both fitted when they were asked; together they are beyond the budget."""
+    budget = composed_epsilon(noise_multiplier(0.5, 1e-5), 1e-5) * 1.0001  # of one release
+    client = site(source, private(), privacy_budget_epsilon=budget)
+
+    def slow_turn():
+        Ledger({"source": source}).charge(private(), {"source": source}, {"client": "other"})
+        return turn()
+
+    monkeypatch.setattr(client_app.handlers, "turn", slow_turn)
+    assert "(privacy-budget-epsilon)" in train(client)
+    assert [json.loads(line)["client"] for line in ledger_lines(source)] == ["other"]
+
+
 @pytest.mark.parametrize("delta", [1, 5.0, math.inf])
 def test_a_budget_at_a_delta_that_covers_everything_is_refused(delta):
     with pytest.raises(PrivacyRefused, match=r"privacy-budget-delta = .*expected below 1"):
@@ -301,6 +331,20 @@ def test_a_ledger_that_is_being_written_is_not_damaged(source):
         path.write_bytes(whole)
         fcntl.flock(lock, fcntl.LOCK_UN)
         looks.result(timeout=30)
+
+
+def test_a_release_is_recorded_by_one_client_at_a_time(source):
+    """With a shared lock, two would continue the same line, and the second count as damaged."""
+    limits = {"source": source}
+    Ledger(limits).charge(private(), limits, {"round": 1})
+    with ThreadPoolExecutor() as pool:
+        with Ledger(limits).locked(fcntl.LOCK_SH):
+            charge = pool.submit(Ledger(limits).charge, private(), limits, {"round": 2})
+            with pytest.raises(TimeoutError):
+                charge.result(timeout=0.5)
+        charge.result(timeout=30)
+    assert len(ledger_lines(source)) == 2
+
 
 
 def test_what_is_no_ledger_ends_no_releases(source, monkeypatch):
