@@ -10,7 +10,7 @@ import pytest
 import torch
 from client_fixtures import assert_same_bits
 
-from client_app.state import StateFolder, max_rounds_ahead
+from client_app.state import StateFolder, StateMemory, max_rounds_ahead
 from protocol.files import digest
 
 
@@ -120,6 +120,14 @@ def test_all_that_a_resume_asks_for_stays_and_nothing_else(tmp_path, interval, t
                 assert state.load(before) == {}
             else:
                 assert_is(state.load(before), expected)
+
+
+def test_a_round_may_be_trained_any_number_of_times_with_state_in_memory(tmp_path):
+    memory = StateMemory(max_rounds_ahead(1))
+    for round_, seed in ((1, 1), (2, 2), (2, 3)):
+        memory.save(tmp_path, round_, groups(seed))
+    assert_is(memory.load(tmp_path, before_round=2), 1)
+    assert_is(memory.load(tmp_path, before_round=3), 3)
 
 
 def flip_a_byte(content):

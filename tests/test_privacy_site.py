@@ -346,7 +346,6 @@ def test_a_release_is_recorded_by_one_client_at_a_time(source):
     assert len(ledger_lines(source)) == 2
 
 
-
 def test_what_is_no_ledger_ends_no_releases(source, monkeypatch):
     """A folder that ends in .jsonl stopped every release under the environment's budget."""
     monkeypatch.setenv("KEEL_PRIVACY_BUDGET_EPSILON", "100")
