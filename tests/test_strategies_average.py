@@ -739,6 +739,22 @@ def test_a_reply_counts_for_the_node_that_sent_it_whatever_name_it_gives():
     assert [r.client for r in strategy.report.accepted] == [f"client-{i}" for i in range(5)]
 
 
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_second_reply_of_a_client_changes_nothing(is_large, monkeypatch):
+    found = []
+    for comes_again in (False, True):
+        strategy = streaming(monkeypatch) if is_large else average_of()
+        answers = all_answers(strategy, network().state_dict())
+        replies = [answer(message, reply) for message, reply in answers]
+        message, reply = answers[2]
+        other = replace(reply, arrays=moved(reply.arrays, seed=9))
+        replies += [answer(message, other)] * comes_again
+        following, _ = strategy.aggregate_train(1, replies)
+        found.append(tensors(following))
+        assert (strategy.report.rejected, strategy.report.left_out) == (int(comes_again), {})
+    assert same_bits(*found)
+
+
 def test_a_reply_counts_for_its_client_though_that_is_another_node_by_now():
     """It replied, and restarted before the server had the reply."""
     strategy = average_of()

@@ -873,6 +873,9 @@ def test_a_time_that_is_never_reached_is_longer_than_any(a, b, cell, word, tmp_p
         ([-5, math.inf], "inconclusive"),
         ([-5, -5.1, math.inf], "inconclusive"),
         ([5, 5.1, math.inf, -math.inf], "inconclusive"),
+        # 3, 5, 5: the half width is 2.87; 3 and 5 alone: 12.7
+        ([3, 5, math.inf], "reproduced"),
+        ([-3, -5, -math.inf], "not reproduced"),
         ([math.inf, -math.inf], "inconclusive"),
         ([math.inf, math.inf], "reproduced"),
         ([math.inf], "inconclusive"),
