@@ -151,6 +151,15 @@ def test_a_silent_client_costs_the_deadline_and_no_more(clock):
     assert outcomes(replies) == [(5, 5), (6, "no answer within round-timeout = 0.4 seconds")]
 
 
+def test_the_limit_is_for_each_of_the_clients_that_a_worker_trains_in_turn(clock):
+    grid = ToyGrid(lambda node, before: "" if node == 6 else "reply" * (clock.now > 1.0))
+    exchange = Exchange(grid, turns=lambda num_asked: num_asked + 1)
+    replies = exchange.ask(to(5, 6), 0.4, "round 1")
+    assert clock.now == pytest.approx(1.2)
+    reason = "no answer within 3 x round-timeout = 1.2 seconds"
+    assert outcomes(replies) == [(5, 5), (6, reason)]
+
+
 @pytest.mark.parametrize(("pull_s", "gap_s"), [(1e-5, 0.01), (3e-4, 0.06), (0.01, 0.5)])
 def test_a_simulation_is_polled_as_often_as_costs_half_a_percent_of_a_core(
     clock, monkeypatch, pull_s, gap_s
@@ -428,6 +437,20 @@ def test_a_reply_that_was_lost_is_asked_for_again_twice_at_most(hurry, caplog, w
         f"round 1: client a's {why}: asked again",
         f"round 1: client b's {why}: asked again",
     ]
+
+
+@pytest.mark.parametrize(("at_s", "ttl_s"), [(20.0, [30.0]), (44.0, [6.0]), (45.1, [])])
+def test_what_is_sent_again_expires_with_the_round_and_not_in_its_last_tenth(clock, at_s, ttl_s):
+    grid = ToyGrid(lambda node, before: "reply" if before else "killed" * (clock.now >= at_s))
+    push, ttls = grid.push_messages, []
+
+    def note(messages):
+        ttls.extend(message.metadata.ttl for message in messages)
+        return push(messages)
+
+    grid.push_messages = note
+    Exchange(grid, str, lambda nodes, timeout_s: {}).ask(to(5), 50.0, "round 1")
+    assert ttls[1:] == pytest.approx(ttl_s, abs=0.6)
 
 
 def test_a_reply_that_another_pull_has_just_taken_is_not_asked_for_again(hurry, monkeypatch):

@@ -267,12 +267,13 @@ def test_every_client_is_sampled_about_as_often():
 
 
 def test_a_message_for_every_sampled_client_says_what_to_do_with_which_model():
-    strategy = average_of(6, fraction_train=0.5)
+    strategy = average_of(6, fraction_train=0.5, round_timeout=70.0)
     current = network().state_dict()
     messages = ask(strategy, current, server_round=4)
     assert [m.metadata.dst_node_id for m in messages] == strategy.sample(4)
     for message in messages:
         assert message.metadata.message_type == MessageType.TRAIN
+        assert message.metadata.ttl == 70.0  # nobody is to train for a round that is over
         request = read_request(message, TrainRequest)
         assert (request.round, request.run_dir) == (4, "/run")
         assert same_bits(tensors(message.content.array_records["arrays"]), current)

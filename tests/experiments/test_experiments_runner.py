@@ -560,6 +560,19 @@ def test_a_value_that_diverges_is_the_worst_of_the_tuned_ones(tmp_path):
     assert best_candidate(recipe.cells[0], how, tmp_path, ()) == {"fedprox.mu": 0.1}
 
 
+def test_where_every_tuned_value_diverges_one_is_run_with_the_other_seeds_and_the_side_fails(
+    tmp_path,
+):
+    recipe, how = parse_recipe(tuned, Path("t.yaml")), options(seeds=[0, 1])
+    for mu in (0.1, 1, 10):
+        run = run_of(recipe.cells[0], {"fedprox.mu": mu}, 0, how, tmp_path)
+        fake_run(run, 0.1, status=FINITE)
+    *_, last = runs_needed(recipe, recipe.cells, how, tmp_path, ())
+    assert (last.keys["seed"], last.keys["fedprox.mu"]) == (1, 0.1)
+    (result,) = results_of(recipe, how, tmp_path).values()
+    assert result.failures == {0: "diverged"}
+
+
 def test_an_interrupted_run_of_other_defaults_starts_from_scratch(tmp_path):
     recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
     run = next(runs_needed(recipe, recipe.cells, how, tmp_path, ()))
