@@ -51,11 +51,15 @@ def test_a_longer_release_is_scaled_to_the_norm_in_its_own_direction(max_norm):
     assert sum(int(k) ** 2 for k in steps) <= Fraction(max_norm / step) ** 2
 
 
-@pytest.mark.parametrize("values", [[1.0, 0.0], [0.6, 0.8], [1 / 3, 2 / 3, 2 / 3]])
-def test_the_norm_holds_in_whole_numbers_where_doubles_round(values):
-    for scale in np.linspace(0.9, 1.5, 200):
-        steps = clip_to_grid(np.array(values) * scale, 1.0, 2.0**-20)
-        assert sum(int(k) ** 2 for k in steps) <= 2**40
+@pytest.mark.parametrize(
+    ("direction", "max_norm"),  # the largest double below the direction's norm
+    [([1, 1], 1.414213562373095), ([2, 3], 3.605551275463989), ([1, 2, 2], 2.9999999999999996)],
+)
+def test_the_norm_holds_in_whole_numbers_where_doubles_round(direction, max_norm):
+    """In doubles, many of these are scaled to the direction itself, which is longer."""
+    for scale in np.linspace(1, 3, 401):
+        steps = clip_to_grid(np.array(direction) * scale, max_norm, 1.0)
+        assert sum(int(k) ** 2 for k in steps) <= Fraction(max_norm) ** 2
 
 
 def test_a_release_within_the_norm_is_rounded_to_the_grid_only():
@@ -235,6 +239,11 @@ def test_more_releases_never_cost_less_and_never_less_than_one(epsilon, delta):
     z = noise_multiplier(epsilon, delta)
     for releases, (_, at_small_delta) in budgets.items():
         assert gaussian_epsilon(min(delta, 1e-5), z / math.sqrt(releases)) <= at_small_delta
+
+
+def test_with_a_delta_below_the_small_one_both_budgets_are_stated_at_the_runs():
+    at_delta, at_small_delta = composed_budget(private_round(delta=1e-8).config.privacy, 20)
+    assert at_small_delta == at_delta
 
 
 def test_the_budgets_of_20_releases_in_the_docs_are_those_that_a_run_states():

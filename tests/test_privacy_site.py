@@ -227,6 +227,13 @@ def test_the_same_round_asked_twice_is_two_releases(source):
     assert len(ledger_lines(source)) == 2
 
 
+def test_a_round_that_fails_on_the_data_is_charged(source, tmp_path):
+    """That it fails is an answer about the data."""
+    (tmp_path / "own.npz").write_bytes(b"damaged")
+    assert "failed; privacy.metrics" in train(site(source, private()))
+    assert len(ledger_lines(source)) == 1
+
+
 def test_a_client_that_waits_for_its_turn_is_not_charged(source, monkeypatch):
     """The one that trains may end the process before the others have read any data."""
     was_charged = []
@@ -441,6 +448,16 @@ def test_a_site_says_nothing_of_its_data_or_files_before_round_1(
         assert "only a simulation's worker answers that" in reply.reason
         # without its source: forged by code that came with the run; the worker knows better
         monkeypatch.setenv("KEEL_WORKER", "/run/keel/worker.sock")
+
+
+def test_the_counts_of_classes_are_withheld_of_both_parts(source):
+    def told(**keys):
+        return json.loads(site(source, private(**keys)).ask("query").content["roster"]["entry"])
+
+    withheld, exact = told(), told(metrics="exact")
+    assert withheld["label_counts"] == withheld["test_label_counts"] == []
+    assert (withheld["num_train"], withheld["num_test"]) == (24, 12)
+    assert (sum(exact["label_counts"]), sum(exact["test_label_counts"])) == (24, 12)
 
 
 @pytest.mark.parametrize("odd", ["colour", "size"])

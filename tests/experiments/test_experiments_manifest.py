@@ -104,6 +104,21 @@ def test_other_bits_of_the_same_setup_are_passed_on_a_gpu_alone(machine, passed)
     assert check.passed == passed
 
 
+def test_the_same_bits_with_another_accuracy_are_not_passed():
+    manifest, replay = {"rounds": {"1": "a"}}, {"rounds": {"1": "a"}, "machines": ["cpu: x"]}
+    ours, theirs = ({"round": 1, "global": {"accuracy": a}} for a in (0.5, 0.51))
+    assert round_check(ours, ours, manifest, replay, is_same_setup=True).passed
+    assert not round_check(theirs, ours, manifest, replay, is_same_setup=True).passed
+
+
+def test_other_bits_without_one_of_the_accuracies_are_not_passed():
+    manifest, replay = {"rounds": {"1": "a"}}, {"rounds": {"1": "b"}, "machines": ["cpu: x"]}
+    one = {"round": 1, "global": {"accuracy": 0.5}}
+    both = one | {"personal": {"mean": 0.5}}
+    assert round_check(both, both, manifest, replay, is_same_setup=False).passed
+    assert not round_check(both, one, manifest, replay, is_same_setup=False).passed
+
+
 @pytest.mark.parametrize(
     ("accuracy", "is_same_setup", "passed"),
     [

@@ -337,6 +337,26 @@ def test_restored_runs_are_finished_and_archive_as_before(output, tmp_path, caps
     assert path.read_bytes() == before
 
 
+def test_the_next_restore_completes_one_that_was_interrupted(output, tmp_path, monkeypatch):
+    (path,) = pack(output, output / "histories")
+    before, source = path.read_bytes(), f"folder:{tmp_path}/private/cifar10-jpg"
+    shutil.rmtree(output / "runs")
+    write = Path.write_bytes
+
+    def interrupted(to, content):
+        if to.name == "history.jsonl":
+            raise KeyboardInterrupt
+        return write(to, content)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            restore(path, output, source)
+    restore(path, output, source)
+    assert pack(output, output / "histories") == [path]
+    assert path.read_bytes() == before
+
+
 def test_of_two_jobs_with_one_archive_none_replaces_the_other(output, tmp_path):
     """A job that is restored twice, with its data in two places."""
     (path,) = pack(output, output / "histories")
