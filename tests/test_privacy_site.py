@@ -450,16 +450,6 @@ def test_a_site_says_nothing_of_its_data_or_files_before_round_1(
         monkeypatch.setenv("KEEL_WORKER", "/run/keel/worker.sock")
 
 
-def test_the_counts_of_classes_are_withheld_of_both_parts(source):
-    def told(**keys):
-        return json.loads(site(source, private(**keys)).ask("query").content["roster"]["entry"])
-
-    withheld, exact = told(), told(metrics="exact")
-    assert withheld["label_counts"] == withheld["test_label_counts"] == []
-    assert (withheld["num_train"], withheld["num_test"]) == (24, 12)
-    assert (sum(exact["label_counts"]), sum(exact["test_label_counts"])) == (24, 12)
-
-
 @pytest.mark.parametrize("odd", ["colour", "size"])
 def test_the_form_of_one_image_is_not_told(odd, tmp_path):
     """A shape that all images decide, or a refusal of one that differs, would be exact."""

@@ -80,13 +80,19 @@ def test_openssl_verifies_the_server_for_the_names_given_and_for_no_other(made):
     assert verify("-verify_ip", "10.1.2.3") == 0
     assert verify("-verify_hostname", "evil.example.org") != 0
     assert verify("-verify_ip", "10.1.2.4") != 0
+    assert verify("-purpose", "sslclient") != 0
 
 
-def test_the_server_certificate_signs_nothing(made):
+def test_the_server_certificate_signs_nothing_and_its_authority_no_other(made):
     found = x509.load_pem_x509_certificate((made / "server/server.pem").read_bytes())
     assert not found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
-    lasts = found.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
+    authority = x509.load_pem_x509_certificate((made / "ca/ca.pem").read_bytes())
+    limits = authority.extensions.get_extension_for_class(x509.BasicConstraints).value
+    assert (limits.ca, limits.path_length) == (True, 0)  # it makes no other authority
+    now = datetime.datetime.now(datetime.UTC)
+    lasts, since = found.not_valid_after_utc - now, now - found.not_valid_before_utc
     assert datetime.timedelta(days=824) < lasts < datetime.timedelta(days=826)
+    assert since > datetime.timedelta(minutes=50)  # a client's clock may be behind
 
 
 def test_ssh_keygen_reads_the_client_keys_and_the_halves_belong_together(made):

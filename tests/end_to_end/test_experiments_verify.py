@@ -96,6 +96,14 @@ def test_a_state_that_was_added_and_would_be_used_is_found(run):
     assert check.found == f"state of 4 clients: missing, damaged or added: {added}"
 
 
+def test_an_audit_log_without_its_last_line_is_found(run):
+    folder = run({"num-rounds": 1})
+    path = folder / "audit.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    (check,) = [c for c in checks(folder, rounds=0) if not c.passed]
+    assert check.found.endswith("its end was changed")
+
+
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_a_damaged_checkpoint_with_fedpacs_heads_is_found_and_not_used(run, is_cut):
     folder = run({"num-rounds": 2, "method": "fedpac", "local-test-fraction": 0.2})

@@ -1,5 +1,6 @@
 """The archive of finished runs, and the page and README table made from it."""
 
+import io
 import json
 import re
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
 from keel.cli.main import main
 from keel.experiments import runner
@@ -38,7 +40,7 @@ from keel.experiments.summary import (
     weight,
     write_summary,
 )
-from keel.experiments.verify import unfinished
+from keel.experiments.verify import unfinished, verify
 from protocol.config import resolve_config
 from protocol.files import digest
 from server_app.history import read_history
@@ -335,6 +337,13 @@ def test_restored_runs_are_finished_and_archive_as_before(output, tmp_path, caps
     assert {run.finished() for run in needed} == {*paths}
     assert pack(output, output / "histories") == [path]
     assert path.read_bytes() == before
+
+
+def test_where_no_run_can_be_verified_verify_fails(output):
+    """As these, which are small copies of runs."""
+    out = io.StringIO()
+    assert verify(output / "runs", 0, Console(file=out, width=300)) == 1
+    assert out.getvalue().endswith("6 runs, 6 skipped, 0 checks failed\n")
 
 
 def test_the_next_restore_completes_one_that_was_interrupted(output, tmp_path, monkeypatch):

@@ -58,6 +58,7 @@ def test_the_token_of_the_link_becomes_a_cookie_that_no_script_reads(pages):
     assert answer.status_code == 303
     assert answer.headers["location"] == "/compare?run=x"
     assert "HttpOnly" in answer.headers["set-cookie"]
+    assert "samesite=lax" in answer.headers["set-cookie"].lower()
     twice = pages.get(f"http://127.0.0.1:8777//evil.example/?token={TOKEN}")
     assert twice.headers["location"] == "/evil.example/"
 
@@ -95,7 +96,18 @@ def test_a_forwarded_port_is_let_in(pages, host):
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
 def test_nothing_can_be_changed(pages, method):
-    assert pages.get("/", method).status_code == 405
+    for path in ("/", f"/?token={TOKEN}"):
+        assert pages.get(path, method).status_code == 405
+
+
+def test_no_answer_is_stored_framed_or_says_where_it_came_from(pages):
+    """The address of the first one has the token."""
+    link = f"/?token={TOKEN}"
+    for answer in (pages.get(link), pages.get("/"), pages.get("/", cookies={}), pages.get("/no")):
+        assert answer.headers["cache-control"] == "no-store"
+        assert answer.headers["referrer-policy"] == "no-referrer"
+        assert answer.headers["x-frame-options"] == "DENY"
+        assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
 
 
 def test_pages_name_no_other_host_and_have_no_script_in_them(pages):
@@ -354,6 +366,11 @@ def test_the_pages_work_through_another_port_while_the_run_writes(tmp_path):
         finally:
             server.terminate()
             relay.shutdown()
+
+
+def test_only_this_machine_is_answered():
+    with listening(0) as at:
+        assert at.getsockname()[0] == "127.0.0.1"
 
 
 def test_a_port_that_is_taken_is_named():

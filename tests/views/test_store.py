@@ -44,8 +44,9 @@ def test_a_changed_file_is_read_again_and_an_unchanged_one_is_not(tmp_path, monk
     assert (before.state, after.state, after.summary["rounds"]) == ("interrupted", "stopped", 4)
 
 
-def test_a_link_out_of_the_roots_is_no_run(tmp_path):
-    outside = make_run(tmp_path / "outside" / "run", {"method": "fedavg"}, 1)
+@pytest.mark.parametrize("name", ["outside", "roots-of-others"])
+def test_a_link_out_of_the_roots_is_no_run(tmp_path, name):
+    outside = make_run(tmp_path / name / "run", {"method": "fedavg"}, 1)
     (tmp_path / "roots").mkdir()
     (tmp_path / "roots" / "link").symlink_to(outside)
     assert Store([tmp_path / "roots"]).runs() == {}
@@ -62,6 +63,13 @@ def test_a_linked_file_or_a_pipe_makes_a_run_unreadable(tmp_path, name):
     os.mkfifo(run / name)
     (entry,) = Store([tmp_path]).runs().values()
     assert entry.state == f"unreadable: {name} is not a plain file"
+
+
+def test_a_file_that_is_too_large_makes_a_run_unreadable(tmp_path):
+    run = make_run(tmp_path / "a", {"method": "fedavg"}, 1)
+    os.truncate(run / "config.json", 2**20 + 1)
+    (entry,) = Store([tmp_path]).runs().values()
+    assert entry.state == "unreadable: config.json has 1,048,577 bytes"
 
 
 def test_runs_that_differ_in_seed_and_place_have_one_setting(tmp_path):
