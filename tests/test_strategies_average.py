@@ -460,6 +460,15 @@ def test_every_client_is_told_its_last_round_that_counted():
     assert told(ask(strategy, current, 2)) == after_one
 
 
+def test_a_resumed_run_knows_the_median_norm_that_bounds_the_next_round():
+    strategy, resumed = (average_of(norm_bound="median") for _ in range(2))
+    replies = [answer(*pair) for pair in all_answers(strategy, network().state_dict())]
+    strategy.aggregate_train(1, replies)
+    assert strategy.norm_reference.value > 0
+    resumed.load(strategy.state())
+    assert resumed.norm_reference.value == strategy.norm_reference.value
+
+
 def test_the_state_has_one_array_for_the_backoff_and_one_for_each_client_is_still_read():
     names = [f"client/{i}" for i in range(3)]
     strategy, resumed, older = (average_of(3) for _ in range(3))

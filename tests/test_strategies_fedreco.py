@@ -55,6 +55,8 @@ def after_a_round(
         node: replace(server.roster[node], label_counts=[int(n)])
         for node, n in zip(server.roster, counts, strict=True)
     }
+    # checked counts, which `max-weight-share` does not make equal
+    server.partition_sizes = {e.client: e.num_examples for e in server.roster.values()}
     messages = sent(list(server.configure_train(1, array_record(u_0), record, grid=None)))
     replies = [
         answer(m, TrainReply("c", 1, g, {}, {"num-examples": n}))

@@ -291,7 +291,7 @@ def test_a_client_of_tiny_deviations_does_not_rule_the_product_under_a_norm_boun
     """S = 1e-9 would make its M everybody's; more samples make S smaller, and are no reason."""
     config = cr(norm_bound="median")
     server = FedCRServer(config, build_network(config, SHAPE, NUM_CLASSES))
-    counts = {"a": 4, "b": 100, "c": 9, "d": 4}
+    counts = {"a": 4, "b": 10_000, "c": 9, "d": 4}
     like = RosterEntry("", [], [], [1, 28, 28], "cnn", 256, "", 0)
     server.roster = {
         n: dataclasses.replace(like, client=client, label_counts=[count] * NUM_CLASSES)

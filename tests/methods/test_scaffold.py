@@ -347,6 +347,13 @@ def test_two_lost_replies_in_a_row_go_back_to_the_last_that_counted():
     assert other.c == federation.server.c
 
 
+def test_a_checkpoint_of_other_parameters_is_refused():
+    server = Federation(THREE, lr=0.01).server
+    for c in ({}, server.c | {"other": torch.zeros(())}):
+        with pytest.raises(ValueError, match="the checkpoint is of another version"):
+            server.load_own(c)
+
+
 def test_one_full_step_each_is_fedavg():
     scaffold = Federation(THREE, local_epochs=1)
     fedavg = Federation(THREE, method="fedavg", local_epochs=1)
