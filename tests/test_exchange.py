@@ -151,6 +151,20 @@ def test_a_silent_client_costs_the_deadline_and_no_more(clock):
     assert outcomes(replies) == [(5, 5), (6, "no answer within round-timeout = 0.4 seconds")]
 
 
+def test_time_in_which_clients_train_in_this_process_does_not_count(clock):
+    asked = []
+
+    def answers(node, before):
+        asked.append(node)
+        if node == 5:
+            clock.now += 10
+        return "reply" if node == 5 or asked.count(6) > 1 else ""
+
+    grid = ToyGrid(answers)
+    grid.is_in_process = grid.has_own_clients = True
+    assert outcomes(Exchange(grid).ask(to(5, 6), 4, "round 1")) == [(5, 5), (6, 6)]
+
+
 def test_the_limit_is_for_each_of_the_clients_that_a_worker_trains_in_turn(clock):
     grid = ToyGrid(lambda node, before: "" if node == 6 else "reply" * (clock.now > 1.0))
     exchange = Exchange(grid, turns=lambda num_asked: num_asked + 1)

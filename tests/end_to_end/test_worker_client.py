@@ -292,6 +292,7 @@ def test_a_message_whose_sender_has_ended_is_not_worked_on(handed_over, tmp_path
     first.join(250)
     assert not Client(config, tmp_path).ask("query").has_error()
     assert not (handed_over.home / "clients" / "second").exists()
+    assert "message dropped: the process that sent it has ended" in handed_over.printed()
 
 
 def test_a_second_worker_at_a_socket_is_refused_and_a_stale_socket_is_not(resident, tmp_path):
