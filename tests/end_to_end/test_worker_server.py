@@ -413,6 +413,15 @@ def test_a_frame_has_a_deadline_in_all():
         thread.join()
 
 
+def test_a_header_that_is_announced_as_large_is_dropped_before_it_arrives(worker, caplog):
+    """Headers are not counted among what the worker holds."""
+    with connect(worker) as peer:
+        peer.sendall(struct.pack(">Q", 2**16 + 1))
+        assert peer.recv(1) == b""
+    assert "a frame of 65537 bytes: expected at most 65536" in caplog.text
+    assert_serves(worker)
+
+
 def test_many_large_messages_take_no_more_than_the_worker_holds(worker, monkeypatch):
     """Each is within its own bound; what is dropped no longer counts."""
     monkeypatch.setattr(client_app.worker_server, "max_held_bytes", 2**20)
