@@ -17,14 +17,7 @@ from client_app.machine import data_digest, report_of
 from client_app.methods import method_of
 from client_app.precision import resolved
 from client_app.samples import Samples
-from client_app.setup import (
-    dataset_spec_of,
-    device_for,
-    model_for,
-    open_source,
-    pixels_of,
-    placed,
-)
+from client_app.setup import dataset_spec_of, device_for, model_for, open_source, pixels_of, placed
 from client_app.stacked import check_stackable
 from client_app.state import StateMemory, max_rounds_ahead, memories
 from protocol.code import line_in_method

@@ -5,15 +5,7 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
-from client_fixtures import (
-    NUM_CLASSES,
-    SHAPE,
-    differ,
-    initial,
-    make_config,
-    make_round,
-    train,
-)
+from client_fixtures import NUM_CLASSES, SHAPE, differ, initial, make_config, make_round, train
 
 from client_app.methods import method_class
 from client_app.setup import build_network

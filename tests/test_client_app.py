@@ -538,10 +538,7 @@ def test_a_client_without_data_says_how_to_give_it_some(tmp_path):
         ({"name": "a", "source": "folder:relative"}, ["'folder:…'", "absolute"]),
         ({"partition-id": 0, "num-partitions": 2, "model": "resnet99"}, ["resnet99", "resnet20"]),
         ({"name": "a", "modle": "resnet20"}, ["node config key = 'modle'", "did you mean model?"]),
-        (
-            {"name": "a", "max-clip-norm": 1.0},
-            ["'max-clip-norm' is unknown", "privacy-max-clip"],
-        ),
+        ({"name": "a", "max-clip-norm": 1.0}, ["'max-clip-norm' is unknown", "privacy-max-clip"]),
         ({"name": "a", "partition-id": 0}, ["num-partitions = None", "expected a whole number"]),
         ({"name": "a", "partition-id": 2, "num-partitions": 2}, ["partition-id = 2", "below"]),
         ({"partition-id": -1, "num-partitions": 2}, ["partition-id = -1, num-partitions = 2"]),

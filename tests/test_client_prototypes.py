@@ -1,11 +1,7 @@
 """Class sums on a client."""
 
 import torch
-from client_fixtures import (
-    assert_same_bits,
-    make_config,
-    make_round,
-)
+from client_fixtures import assert_same_bits, make_config, make_round
 
 from client_app.prototypes import class_sums, feature_sums
 

@@ -183,9 +183,8 @@ def test_superexec():
     used = {"task_type", "runtime_dependency_install", "parent_pid", "runtime_api_address"}
     used |= {"token", "insecure", "root_certificates_path", "task_id"}
     assert used <= {field.name for field in dataclasses.fields(ExecutionSpec)}
-    assert parameters(run_clientapp) >= {
-        *("runtime_api_address", "token", "insecure", "certificates", "parent_pid"),
-    }
+    given = {"runtime_api_address", "token", "insecure", "certificates", "parent_pid"}
+    assert parameters(run_clientapp) >= given
     assert isinstance(exit_handler.registered_exit_handlers, list)
 
 

@@ -8,15 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from flwr.app import (
-    ArrayRecord,
-    ConfigRecord,
-    Context,
-    Error,
-    Message,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
 from run_fixtures import SMALL, same_bits

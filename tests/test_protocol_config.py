@@ -12,10 +12,7 @@ from method_fixtures import METHODS
 
 import protocol.config
 from client_app.methods import method_of
-from protocol.catalogue import (
-    method_names,
-    method_spec,
-)
+from protocol.catalogue import method_names, method_spec
 from protocol.config import (
     DataConfig,
     ModelConfig,
@@ -224,10 +221,7 @@ CONTRADICTIONS = [
         {"method": "fedreco", "weighting": "examples"},
         ["weighting = 'examples'", "fedreco", "auto or uniform"],
     ),
-    (
-        {"method": "fedrep", "server-optimizer": "fedacg"},
-        ["fedacg.beta = 0.001", "fedrep", "0"],
-    ),
+    ({"method": "fedrep", "server-optimizer": "fedacg"}, ["fedacg.beta = 0.001", "fedrep", "0"]),
     (
         {"method": "moon", "client-models": "vgg9,resnet18"},
         ["client-models = 'vgg9,resnet18'", "moon", "fedreco"],

@@ -10,16 +10,8 @@ from roster_fixtures import config_of, entry, versions
 
 from client_app.setup import open_source
 from protocol.config import keel_version
-from protocol.messages import (
-    protocol_version,
-    read_roster,
-)
-from server_app.roster import (
-    check_roster,
-    read_saved_roster,
-    roster_warnings,
-    save_roster,
-)
+from protocol.messages import protocol_version, read_roster
+from server_app.roster import check_roster, read_saved_roster, roster_warnings, save_roster
 
 
 def rejected(entries, **given):

@@ -48,11 +48,7 @@ def together(folder, runs, **keys):
 
 def assert_same_runs(ones, others, tolerance):
     for one, other in zip(ones, others, strict=True):
-        assert_close(
-            *(final_model(run) for run in (other, one)),
-            rtol=tolerance,
-            atol=tolerance,
-        )
+        assert_close(*(final_model(run) for run in (other, one)), rtol=tolerance, atol=tolerance)
         for line, stacked in zip(*map(history_of, (one, other)), strict=True):
             assert stacked.keys() == line.keys()
             assert stacked["participants"] == line["participants"]

@@ -257,8 +257,7 @@ def test_tables_are_printed_for_people(speed, capsys):
 
 
 @pytest.mark.parametrize(
-    "words",
-    [["methods"], ["methods", "fedcr"], ["models"], ["datasets"], ["presets"], ["keys"]],
+    "words", [["methods"], ["methods", "fedcr"], ["models"], ["datasets"], ["presets"], ["keys"]]
 )
 def test_eighty_columns_cut_no_word(words, speed, monkeypatch, capsys):
     everything = as_json(capsys, *words)

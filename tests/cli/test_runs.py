@@ -176,8 +176,7 @@ def test_a_damaged_manifest_is_set_aside_on_a_resume(home, trained, no_pictures,
 
 
 @pytest.mark.parametrize(
-    ("home", "code"),
-    [("{}/file/home", 1), ("/proc/none", 2), ("/proc/none/home", 2)],
+    ("home", "code"), [("{}/file/home", 1), ("/proc/none", 2), ("/proc/none/home", 2)]
 )
 def test_a_directory_that_cannot_be_written_names_its_variable(
     home, code, tmp_path, monkeypatch, capsys

@@ -56,9 +56,8 @@ def test_each_machine_gets_what_it_needs_and_no_other_s_private_key(made):
         *("clients/site-a.pub", "clients/site-b.pub"),
     }
     for name in ("site-a", "site-b"):
-        assert digests(made / name).keys() == {
-            *("ca.pem", "client.key", "client.pub", "executor.secret"),
-        }
+        expected = {"ca.pem", "client.key", "client.pub", "executor.secret"}
+        assert digests(made / name).keys() == expected
     secrets = [path.read_bytes() for path in made.rglob("executor.secret")]
     assert len(set(secrets)) == 3
 

@@ -60,6 +60,5 @@ def test_without_a_machine_it_checks_this_one_for_simulation(tmp_path, monkeypat
     status, lines = doctor()
     assert (status, lines[-1]) == (0, "no problems found"), lines
     starts = [line.removeprefix("ok       ").split()[0] for line in lines[:-1]]
-    assert starts == [
-        *("versions:", "device:", "disk:", "memory:", "Ray", "entry", "caches:", "data"),
-    ]
+    found = "versions: device: disk: memory: Ray entry caches: data"
+    assert starts == found.split()

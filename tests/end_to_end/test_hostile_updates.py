@@ -178,8 +178,7 @@ def test_simulated_clients_keep_their_counts_and_their_bits(tmp_path):
     """Their partition says what they hold, so the cap changes nothing, however small it is."""
     both = [
         run_inline(
-            SMALL | {"alpha": 0.3, "max-weight-share": share, "output-dir": str(tmp_path / name)},
-            4,
+            SMALL | {"alpha": 0.3, "max-weight-share": share, "output-dir": str(tmp_path / name)}, 4
         )
         for name, share in (("capped", 0.01), ("free", 1.0))
     ]

@@ -48,11 +48,7 @@ def test_memory(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "part",
-    [
-        "steps",
-        *(pytest.param(part, marks=pytest.mark.slow) for part in SLOW),
-    ],
+    "part", ["steps", *(pytest.param(part, marks=pytest.mark.slow) for part in SLOW)]
 )
 def test_local_training(part, tmp_path):
     rows = bench(tmp_path, part)

@@ -735,8 +735,7 @@ def test_a_later_run_of_the_process_trains_on_what_the_file_holds_by_then(run, t
 
 
 @pytest.mark.parametrize(
-    ("owner", "step"),
-    [(RunDirectory, "save_checkpoint"), (server_app.rounds, "append_history")],
+    ("owner", "step"), [(RunDirectory, "save_checkpoint"), (server_app.rounds, "append_history")]
 )
 @pytest.mark.parametrize("server_round", [1, 3])
 def test_a_crash_while_a_round_is_recorded_loses_no_line(

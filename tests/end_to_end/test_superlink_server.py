@@ -24,11 +24,7 @@ from flwr.proto.node_pb2 import Node
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PushAppMessagesRequest
 from flwr.proto.task_pb2 import Task
 from flwr.server.superlink.fleet.message_handler import message_handler
-from flwr.server.superlink.linkstate import (
-    LinkStateFactory,
-    linkstate_factory,
-    sql_linkstate,
-)
+from flwr.server.superlink.linkstate import LinkStateFactory, linkstate_factory, sql_linkstate
 from flwr.supercore import sql_mixin
 from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
 from flwr.supercore.corestate import sql_corestate
@@ -36,10 +32,7 @@ from flwr.supercore.error import FlowerError
 from flwr.supercore.error.catalog import API_ERROR_MAP
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.object_store import ObjectStoreFactory, object_store_factory
-from flwr.supercore.state.schema.corestate_models import (
-    ObjectPushSession,
-    ObjectPushSessionRoot,
-)
+from flwr.supercore.state.schema.corestate_models import ObjectPushSession, ObjectPushSessionRoot
 from flwr.supercore.state.schema.objectstore_models import StoredObject
 from flwr.superlink.federation import NoOpFederationManager
 from flwr.superlink.servicer.runtime import runtime_handlers

@@ -19,12 +19,7 @@ from protocol.code import SERVER_PACKAGES, code_digest, run_by_worker, sources_d
 from protocol.config import app_folder, resolve_config
 from protocol.messages import MachineReport
 from protocol.seeds import seed_of
-from server_app.manifest import (
-    begin_manifest,
-    commit,
-    note_round,
-    read_manifest,
-)
+from server_app.manifest import begin_manifest, commit, note_round, read_manifest
 from server_app.preflight import WorkerOnNode
 
 keys = {"source": "digits", "model": "cnn-fedreco", "num-clients": 4}

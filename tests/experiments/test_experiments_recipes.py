@@ -177,10 +177,7 @@ def test_old_names_of_keys_and_values_mean_the_same_and_are_named(tmp_path, capl
 @pytest.mark.parametrize(
     ("recipes", "words"),
     [
-        (
-            "fedreco-table-[123] fedreco-figure-2 fedreco-figure-3*",
-            "LeNet 64 0.9 0.1 0.003 tuned",
-        ),
+        ("fedreco-table-[123] fedreco-figure-2 fedreco-figure-3*", "LeNet 64 0.9 0.1 0.003 tuned"),
         ("fedreco-table-[123]", "20_%"),
         ("fedreco-table-1", "Ditto FedAvg-FT FedBABU 0.001"),
         ("fedreco-table-2", "fine-tuning cache-mb"),
@@ -420,12 +417,7 @@ claims:
         ("two above one in a", "two above three in a", 11, "'three' is none of the rows"),
         ("two above one in a", "two within 0 of one in a", 11, "expected a margin above 0"),
         ("two above one in a", "every row above one in a", 11, "'every row' is none of the rows"),
-        (
-            "two above one in a",
-            "Two above one in a",
-            11,
-            "one, two; did you mean two",
-        ),
+        ("two above one in a", "Two above one in a", 11, "one, two; did you mean two"),
         ("  one:", "  one: [", 9, "not YAML"),
         ("  one:", "\tone:", 8, "start any token; indent with spaces, not with tabs"),
         ("title: x", "title: 2020-13-45", 1, "not YAML: month must be in 1..12"),
@@ -463,12 +455,7 @@ RECO = "method: fedreco, local-test-fraction: 0.3, of: personal.mean"
             "line 9",
             "of = 'personal.mean': with this config, fedprox records global.accuracy",
         ),
-        (
-            "method: fedprox",
-            "method: fedrep",
-            "lines 9 and 5",
-            "fedrep records personal.mean",
-        ),
+        ("method: fedprox", "method: fedrep", "lines 9 and 5", "fedrep records personal.mean"),
         ("method: fedprox", "aggregation: krum, num-malicious: 1", "line 9", "there are 4"),
         ("method: fedprox", "min-replies: 7", "line 9", "only 4 clients train in a round"),
         (

@@ -20,14 +20,7 @@ from keel.experiments.overview import (
 )
 from keel.experiments.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
 from keel.experiments.rendering import write_report
-from keel.experiments.runs import (
-    Options,
-    Run,
-    hash_of,
-    identity,
-    machines_of,
-    run_of,
-)
+from keel.experiments.runs import Options, Run, hash_of, identity, machines_of, run_of
 from protocol.config import app_folder, default_config, resolve_config
 from tests.tools.run_directories import make_run as make_run_directory
 

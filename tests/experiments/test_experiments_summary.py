@@ -14,14 +14,7 @@ from rich.console import Console
 
 from keel.cli.main import main
 from keel.experiments import runner
-from keel.experiments.archive import (
-    copies,
-    pack,
-    restore,
-    unpacked,
-    without_folders,
-    write_zip,
-)
+from keel.experiments.archive import copies, pack, restore, unpacked, without_folders, write_zip
 from keel.experiments.claims import JudgedClaim
 from keel.experiments.measure import History
 from keel.experiments.plan import job_name, load_job, runs_needed, selected

@@ -4,14 +4,7 @@ import math
 
 import pytest
 import torch
-from client_fixtures import (
-    assert_close,
-    assert_same_bits,
-    batch_of,
-    initial,
-    make_config,
-    train,
-)
+from client_fixtures import assert_close, assert_same_bits, batch_of, initial, make_config, train
 
 import client_app.privacy
 from client_app.methods.fedavg import FedAvg

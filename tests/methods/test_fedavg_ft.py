@@ -1,14 +1,7 @@
 """FedAvg-FT: what is tuned at evaluation, step by step by autograd."""
 
 import pytest
-from client_fixtures import (
-    assert_close,
-    assert_same_bits,
-    differ,
-    initial,
-    make_config,
-    make_round,
-)
+from client_fixtures import assert_close, assert_same_bits, differ, initial, make_config, make_round
 from method_fixtures import DECAYS, HEAD, MOVING, batches_of, sgd_by_hand, trains_as_fedavg
 
 from client_app.methods import method_of

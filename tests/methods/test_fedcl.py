@@ -4,9 +4,7 @@ import math
 
 import pytest
 import torch
-from client_fixtures import (
-    batch_of,
-)
+from client_fixtures import batch_of
 from method_fixtures import LEVELS, random, trains_as_fedavg, unit
 
 from client_app.methods.fedcl import FedCL, repulsion

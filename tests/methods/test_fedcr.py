@@ -16,12 +16,7 @@ from client_fixtures import (
     make_config,
     make_round,
 )
-from method_fixtures import (
-    HEAD,
-    body_part,
-    head_part,
-    random,
-)
+from method_fixtures import HEAD, body_part, head_part, random
 
 from client_app.methods import fedcr, method_of
 from client_app.methods.fedcr import Product, Sampled, divergence, gaussian, sampled_cross_entropy

@@ -4,12 +4,8 @@ import math
 
 import pytest
 import torch
-from client_fixtures import (
-    batch_of,
-)
-from method_fixtures import (
-    random,
-)
+from client_fixtures import batch_of
+from method_fixtures import random
 
 from client_app.methods.feddecorr import FedDecorr, decorrelation
 

@@ -5,14 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from client_fixtures import (
-    batch_of,
-    differ,
-    initial,
-    make_config,
-    make_round,
-    train,
-)
+from client_fixtures import batch_of, differ, initial, make_config, make_round, train
 from method_fixtures import cross_entropy, labels, random
 
 from client_app.methods import method_of

@@ -3,14 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from client_fixtures import (
-    NUM_CLASSES,
-    SHAPE,
-    batch_of,
-    initial,
-    make_config,
-    train,
-)
+from client_fixtures import NUM_CLASSES, SHAPE, batch_of, initial, make_config, train
 from method_fixtures import cross_entropy, kl, labels, random, softmax
 
 from client_app.methods.fedmlb import FedMLB, hybrid_cross_entropy, pathway_divergence

@@ -21,14 +21,7 @@ from client_fixtures import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from method_fixtures import (
-    DECAYS,
-    HEAD,
-    body_part,
-    extra_for,
-    head_part,
-    random,
-)
+from method_fixtures import DECAYS, HEAD, body_part, extra_for, head_part, random
 
 from client_app.methods import method_of
 from client_app.methods.fedpac import head_statistics, targets

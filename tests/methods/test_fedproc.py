@@ -16,12 +16,7 @@ from client_fixtures import (
     make_round,
     train,
 )
-from method_fixtures import (
-    cross_entropy,
-    labels,
-    random,
-    unit,
-)
+from method_fixtures import cross_entropy, labels, random, unit
 
 from client_app.method import ModelParts
 from client_app.methods import method_of

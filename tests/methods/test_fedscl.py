@@ -4,16 +4,8 @@ import math
 
 import pytest
 import torch
-from client_fixtures import (
-    assert_same_bits,
-    batch_of,
-    make_config,
-    train,
-)
-from method_fixtures import (
-    LEVELS,
-    random,
-)
+from client_fixtures import assert_same_bits, batch_of, make_config, train
+from method_fixtures import LEVELS, random
 
 from client_app.methods.fedrcl import FedRCL
 from client_app.methods.fedscl import FedSCL

@@ -1,11 +1,6 @@
 """Training without a server, step by step by autograd."""
 
-from client_fixtures import (
-    assert_close,
-    initial,
-    make_config,
-    train,
-)
+from client_fixtures import assert_close, initial, make_config, train
 from method_fixtures import batches_of, sgd_by_hand
 
 

@@ -61,19 +61,10 @@ def of_numpy(self, current, replies):
     [
         (without_return, "returned NoneType: expected a dict of tensors"),
         (of_numpy, r"returned '[\w.]+': ndarray: expected a dict of tensors"),
-        (
-            one_less,
-            r"returned arrays unlike those it was given: array '[\w.]+' is missing \(1 of",
-        ),
+        (one_less, r"returned arrays unlike those it was given: array '[\w.]+' is missing \(1 of"),
         (one_more, "returned arrays unlike those it was given: array 'foo' is unknown"),
-        (
-            of_float64,
-            "returned arrays unlike those it was given: array '.+' is torch.float64",
-        ),
-        (
-            of_other_shapes,
-            r"returned arrays unlike those it was given: array '.+' is \[1, ",
-        ),
+        (of_float64, "returned arrays unlike those it was given: array '.+' is torch.float64"),
+        (of_other_shapes, r"returned arrays unlike those it was given: array '.+' is \[1, "),
     ],
 )
 def test_the_arrays_of_a_server_half_are_checked(function, found, run, monkeypatch):
@@ -235,32 +226,12 @@ def test_the_place_of_a_decorated_function_is_its_own():
         ("@dataclass", "", "TypeError: cannot inherit non-frozen"),
         ("@dataclass(frozen=True)", "mu: float = 0.1", "mu is not an option"),
         ("@dataclass(frozen=True)", "mu: float", "mu is not an option"),
-        (
-            "@dataclass(frozen=True)",
-            'mu: list = option(at_least(0), "x")',
-            "mu is not an option",
-        ),
-        (
-            "@dataclass(frozen=True)",
-            'mu: float = option("weight", "x")',
-            "mu is not an option",
-        ),
+        ("@dataclass(frozen=True)", 'mu: list = option(at_least(0), "x")', "mu is not an option"),
+        ("@dataclass(frozen=True)", 'mu: float = option("weight", "x")', "mu is not an option"),
         ("@dataclass(frozen=True)", "mu: float = option()", "TypeError: option() missing"),
-        (
-            "@dataclass(frozen=True)",
-            'mu: "Tensor" = option(at_least(0), "x")',
-            "'Tensor' is",
-        ),
-        (
-            "@dataclass(frozen=True)",
-            'uses_global: "ClassVar[bool]" = True',
-            "'ClassVar' is",
-        ),
-        (
-            "@dataclass(frozen=True)",
-            "uses_global: bool = True",
-            "is not an option",
-        ),
+        ("@dataclass(frozen=True)", 'mu: "Tensor" = option(at_least(0), "x")', "'Tensor' is"),
+        ("@dataclass(frozen=True)", 'uses_global: "ClassVar[bool]" = True', "'ClassVar' is"),
+        ("@dataclass(frozen=True)", "uses_global: bool = True", "is not an option"),
     ],
 )
 def test_a_mistake_in_the_class_is_one_line_with_what_is_expected(

@@ -48,12 +48,7 @@ from client_app.worker_socket import receive_frame
 from keel.tables import markdown
 from protocol.config import config_from_json, default_config
 from protocol.files import digest
-from protocol.flower_compat import (
-    assign_source_node,
-    begin_task,
-    from_bytes,
-    to_bytes,
-)
+from protocol.flower_compat import assign_source_node, begin_task, from_bytes, to_bytes
 from protocol.messages import (
     PACKED,
     Arrays,

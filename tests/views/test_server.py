@@ -268,10 +268,8 @@ def test_what_may_not_be_read_is_shown_as_such(tmp_path):
 def test_hostile_names_are_shown_and_not_executed(tmp_path):
     keys = {"method": HOSTILE, "source": HOSTILE, "model": HOSTILE, "seed": HOSTILE}
     run = make_run(tmp_path / '<img src=x onerror="alert(1)">', keys, 2, clients=[HOSTILE, "b"])
-    line = line_of(3, Random(0)) | {
-        **{"left_out": {HOSTILE: HOSTILE}, "late": [HOSTILE], "losses": {HOSTILE: 1.0}},
-    }
-    append_history(run / "history.jsonl", line)
+    hostile = {"left_out": {HOSTILE: HOSTILE}, "late": [HOSTILE], "losses": {HOSTILE: 1.0}}
+    append_history(run / "history.jsonl", line_of(3, Random(0)) | hostile)
     (run / "summary.json").write_text(
         json.dumps({"status": HOSTILE, "num_rounds": 3, "privacy": {HOSTILE: HOSTILE}})
     )
