@@ -35,6 +35,13 @@ def result(findings):
     return finding.is_problem, finding.text
 
 
+def problem(findings):
+    """The text of the only finding, which has to be a problem."""
+    is_problem, text = result(findings)
+    assert is_problem, text
+    return text
+
+
 def program(path, script):
     """Write an executable shell script."""
     path.write_text(f"#!/bin/sh\n{script}\n")

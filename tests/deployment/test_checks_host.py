@@ -6,7 +6,7 @@ import socket
 import subprocess
 
 import pytest
-from deployment_fixtures import program, result
+from deployment_fixtures import problem, program, result
 from test_credentials import tls_server
 
 import keel.deployment.checks_host
@@ -56,9 +56,7 @@ def test_a_port_in_order_and_a_certificate_of_another_ca(made, tmp_path):
     port, _ = tls_server(made / "server", 4)
     address = f"127.0.0.1:{port}"
     assert not result(check_port(address, made / "ca/ca.pem"))[0]
-    is_problem, text = result(check_port(address, tmp_path / "ca/ca.pem"))
-    assert is_problem
-    assert "is not from the CA" in text
+    assert "is not from the CA" in problem(check_port(address, tmp_path / "ca/ca.pem"))
 
 
 def test_a_certificate_for_other_names(made, monkeypatch):
@@ -67,8 +65,7 @@ def test_a_certificate_for_other_names(made, monkeypatch):
     monkeypatch.setattr(  # a name that leads there, and that the certificate does not have
         socket, "create_connection", lambda address, **k: real(("127.0.0.1", address[1]), **k)
     )
-    is_problem, text = result(check_port(f"wrong.example.org:{port}", made / "ca/ca.pem"))
-    assert is_problem
+    text = problem(check_port(f"wrong.example.org:{port}", made / "ca/ca.pem"))
     assert "is for other names" in text
 
 
@@ -84,9 +81,7 @@ def test_nobody_listens_no_such_name_and_no_tls(made):
 def test_a_tls_port_without_grpc_is_not_the_port_for_clients(made):
     port, _ = tls_server(made / "server", 5)
     found = check_key(f"localhost:{port}", made / "ca/ca.pem", made / "site-a/client.key")
-    is_problem, text = result(found)
-    assert is_problem
-    assert "--fleet takes its port for clients (9092 unless changed)" in text
+    assert "--fleet takes its port for clients (9092 unless changed)" in problem(found)
 
 
 def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
@@ -96,10 +91,7 @@ def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
 
 
 def test_an_exception_in_a_check_is_a_problem_of_one_line(made, tmp_path, monkeypatch):
-    is_problem, text = result(
-        check_key("localhost:1", tmp_path / "ca.pem", made / "site-a/client.key")
-    )
-    assert is_problem
+    text = problem(check_key("localhost:1", tmp_path / "ca.pem", made / "site-a/client.key"))
     assert text == f"key: [Errno 2] No such file or directory: '{tmp_path / 'ca.pem'}'"
     (tmp_path / "ca.pem").write_text("no certificate")
     assert result(check_certificate(tmp_path / "ca.pem", datetime.datetime.now(datetime.UTC)))[0]
@@ -114,9 +106,7 @@ def test_a_key_with_a_password_is_named(tmp_path):
     key = tmp_path / "client.key"
     make = ["ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "secret", "-f", str(key)]
     subprocess.run(make, check=True)
-    is_problem, text = result(check_key("localhost:1", tmp_path / "ca.pem", key))
-    assert is_problem
-    assert "password-protected" in text
+    assert "password-protected" in problem(check_key("localhost:1", tmp_path / "ca.pem", key))
 
 
 def test_a_ca_that_cannot_be_used_is_not_taken_for_another_service(made, tmp_path, monkeypatch):

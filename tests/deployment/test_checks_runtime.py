@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 import pytest
-from deployment_fixtures import result
+from deployment_fixtures import problem, result
 
 from keel.deployment import checks_runtime
 from keel.deployment.checks_runtime import (
@@ -29,24 +29,18 @@ def test_versions_that_match_and_one_that_differs(monkeypatch):
     monkeypatch.setattr(
         checks_runtime.metadata, "version", lambda n: "1.41.0" if n == "flwr" else real(n)
     )
-    is_problem, text = result(check_versions())
-    assert is_problem
-    assert "flwr is 1.41.0" in text
+    assert "flwr is 1.41.0" in problem(check_versions())
 
 
 def test_a_full_disk(tmp_path, monkeypatch):
     assert not result(check_disk(tmp_path / "not" / "yet"))[0]
     monkeypatch.setattr(checks_runtime, "min_disk_bytes", 2**60)
-    is_problem, text = result(check_disk(tmp_path))
-    assert is_problem
-    assert "make room" in text
+    assert "make room" in problem(check_disk(tmp_path))
 
 
 def test_a_device_that_is_not_there():
     assert result(check_device("cpu")) == (False, "device: cpu")
-    is_problem, text = result(check_device("cuda:63"))
-    assert is_problem
-    assert "cuda:63" in text
+    assert "cuda:63" in problem(check_device("cuda:63"))
 
 
 def test_data_in_order_missing_and_with_a_wrong_class(tmp_path, monkeypatch):
@@ -63,13 +57,10 @@ def test_data_in_order_missing_and_with_a_wrong_class(tmp_path, monkeypatch):
     is_problem, text = result(check_data(own, ["0", "1", "2"], {}))
     assert not is_problem
     assert "30 training images" in text
-    is_problem, text = result(check_data(own, ["0", "1"], {}))
-    assert is_problem
-    assert "has the class '2'" in text
+    assert "has the class '2'" in problem(check_data(own, ["0", "1"], {}))
     is_problem, text = result(check_data(own, ["anna", "bert", "carl"], {}))
     assert not is_problem  # as in a run: its labels stand for these classes
-    is_problem, text = result(check_data(f"folder:{tmp_path / 'nothing'}", [], {}))
-    assert is_problem
+    text = problem(check_data(f"folder:{tmp_path / 'nothing'}", [], {}))
     assert str(tmp_path / "nothing") in text
 
 
@@ -83,8 +74,7 @@ def test_data_that_the_user_must_not_read(monkeypatch, is_wrapped):
         raise denied
 
     monkeypatch.setattr("client_app.setup.open_source", open_source)
-    is_problem, text = result(check_data("folder:/srv", [], {}))
-    assert is_problem
+    text = problem(check_data("folder:/srv", [], {}))
     assert text.startswith("data: ")
     assert "Permission denied" in text
     assert f"not readable for user id {os.getuid()}: " in text
@@ -99,8 +89,7 @@ def test_a_home_that_the_user_cannot_write_to_is_not_the_data_s_fault(monkeypatc
         raise denied
 
     monkeypatch.setattr("client_app.setup.open_source", open_source)
-    is_problem, text = result(check_data("folder:/srv", [], {}))
-    assert is_problem
+    text = problem(check_data("folder:/srv", [], {}))
     assert f"cannot write to {tmp_path}, where decoded images are stored" in text
     assert "mode of the data" not in text
 
@@ -116,9 +105,7 @@ def test_a_worker_with_other_code_and_one_in_order(tmp_path, monkeypatch):
 
 def test_a_worker_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr(checks_runtime, "timeout_s", 0.3)
-    is_problem, text = result(check_worker(tmp_path / "nobody.sock"))
-    assert is_problem
-    assert "no worker answers" in text
+    assert "no worker answers" in problem(check_worker(tmp_path / "nobody.sock"))
     assert list(check_worker(None)) == []
 
 
@@ -130,9 +117,7 @@ def test_requirements_of_simulation_in_order():
 
 def test_too_little_memory_names_the_way_out(monkeypatch):
     monkeypatch.setattr(checks_runtime, "min_memory_bytes", 2**60)
-    is_problem, text = result(check_memory())
-    assert is_problem
-    assert "end other programs" in text
+    assert "end other programs" in problem(check_memory())
 
 
 def test_ray_that_is_missing_or_another_version_is_a_problem(monkeypatch):
@@ -147,16 +132,12 @@ def test_ray_that_is_missing_or_another_version_is_a_problem(monkeypatch):
             return version
 
         monkeypatch.setattr(checks_runtime.metadata, "version", find)
-        is_problem, text = result(check_ray())
-        assert is_problem
-        assert f"Ray is {version or 'not installed'}, expected" in text
+        assert f"Ray is {version or 'not installed'}, expected" in problem(check_ray())
 
 
 def test_a_python_without_flowers_programs_is_a_problem(tmp_path, monkeypatch):
     monkeypatch.setattr(checks_runtime.sys, "executable", str(tmp_path / "python"))
-    is_problem, text = result(check_entry_points())
-    assert is_problem
-    assert "lacks flwr, " in text
+    assert "lacks flwr, " in problem(check_entry_points())
 
 
 def test_data_sets_in_the_cache_are_listed(tmp_path, monkeypatch):
