@@ -6,15 +6,7 @@ import pytest
 from deployment_fixtures import doctor, program
 
 from keel.deployment import checks_containers, checks_runtime
-from keel.deployment.credentials import make_credentials
 from protocol.code import code_digest
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("made")
-    make_credentials(folder, ["fl.example.org"], ["site-a"])
-    return folder
 
 
 @pytest.fixture

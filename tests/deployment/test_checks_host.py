@@ -20,13 +20,6 @@ from keel.deployment.checks_host import (
 from keel.deployment.credentials import make_credentials
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("made")
-    make_credentials(folder, ["fl.example.org"], ["site-a"])
-    return folder
-
-
 def test_files_that_are_missing_or_open_to_others(made, tmp_path):
     assert list(check_private_files(made / "site-a", ["ca.pem", "client.key"])) == []
     assert "is missing" in result(check_private_files(tmp_path, ["client.key"]))[1]

@@ -31,13 +31,6 @@ from keel.deployment.superlink import app_folder, free_ports
 from keel.deployment.supernode import report_superlink
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("made")
-    make_credentials(folder, ["fl.example.org", "10.1.2.3"], ["site-a", "site-b"])
-    return folder
-
-
 def certificate_end(path):
     return x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
 
