@@ -1,7 +1,6 @@
 """The runner on digits: what it runs, skips, resumes, survives; the report and verify after it."""
 
 import io
-import itertools
 import json
 import math
 import shutil
@@ -152,6 +151,9 @@ def options(**changed: Any) -> Options:
     return Options(**{"scale": "paper", "changes": {}, "seeds": [0], "full_grid": True, **changed})
 
 
+THREE = options(seeds=[0, 1, 2])
+
+
 def fake_run(
     run: Run,
     accuracy: float,
@@ -160,6 +162,7 @@ def fake_run(
     status: str = "finished",
     code: str = "",
     left_out: dict[str, str] | None = None,
+    **manifest: Any,
 ) -> Path:
     """Leave the folder of a run that ended so, with this accuracy after its last round."""
     folder = run.folder / name
@@ -167,7 +170,8 @@ def fake_run(
     config = {"config": dict(resolve_config(run.keys).flat)}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "summary.json").write_text(json.dumps({"status": status}))
-    (folder / "manifest.json").write_text(json.dumps({"code": [code or code_version()]}))
+    manifest |= {"code": [code or code_version()]}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
     times = {"client_seconds": 60.0, "client_cpu_seconds": cpu_seconds, "seconds": {"all": 90.0}}
     line = {"round": run.rounds, "global": {"accuracy": accuracy}, "losses": {}}
     line |= times | {"left_out": left_out or {}}
@@ -285,23 +289,33 @@ judged = two_rows + "seeds: 3\nclaims: [FedProx above FedAvg in result]\n"
 
 
 def all_run(
-    output: Path, how: Options, text: str = judged, **of: list[Any]
+    output: Path, text: str = judged, how: Options = THREE, **of: Sequence[Any]
 ) -> tuple[Recipe, list[Run]]:
-    """A recipe with finished runs: FedAvg 50, FedProx 60 %; `of`: for each run."""
+    """A recipe with finished runs: FedAvg 50, FedProx 60 %; `of`: for each run, in turn."""
     recipe = parse_recipe(text, Path("t.yaml"))
     runner.save_job(recipe, how, output)
     runs = list(runs_needed(recipe, recipe.cells, how, output, ()))
     for i, run in enumerate(runs):
         accuracy = (0.5 if run.keys["method"] == "fedavg" else 0.6) + 0.01 * int(run.keys["seed"])
-        fake_run(run, accuracy, **{name: values[i] for name, values in of.items()})
+        own = {name: values[i] for name, values in of.items()}
+        fake_run(run, **{"accuracy": accuracy} | own)
     return recipe, runs
 
 
+def leading(leads: Sequence[float]) -> list[float]:
+    """The accuracies of FedAvg and FedProx in turn, FedProx ahead by these points."""
+    return [0.5 + lead / 100 for each in leads for lead in (0, each)]
+
+
+def claims_of(recipe: Recipe, output: Path, how: Options = THREE) -> list[JudgedClaim]:
+    """Its claims, judged by the runs there."""
+    return judge_claims(recipe, results_of(recipe, how, output), how)
+
+
 def test_a_run_of_other_code_does_not_count_is_named_and_run_again(tmp_path, monkeypatch):
-    how = options(seeds=[0, 1, 2])
-    recipe, runs = all_run(tmp_path, how, code=[OTHER, *5 * [""]])
+    recipe, runs = all_run(tmp_path, code=[OTHER, *5 * [""]])
     assert [run.finished() is None for run in runs] == [True, *5 * [False]]
-    started, printed, _ = ran(recipe, how, tmp_path, monkeypatch)
+    started, printed, _ = ran(recipe, THREE, tmp_path, monkeypatch)
     assert started == [runs[0].name]
     assert f"{runs[0].name}: {OTHER}; today {code_version()}" in printed
     assert (runs[0].folder / "attempt").is_dir()
@@ -309,7 +323,7 @@ def test_a_run_of_other_code_does_not_count_is_named_and_run_again(tmp_path, mon
 
 def test_runs_of_different_code_are_not_averaged_and_not_judged(tmp_path):
     """A changed loss beside the old one: no `55.43 ± 51.61` with a verdict."""
-    all_run(tmp_path, options(seeds=[0, 1, 2]), code=[OTHER, *5 * [""]])
+    all_run(tmp_path, code=[OTHER, *5 * [""]])
     text = write_report(tmp_path)[1].read_text()
     assert "| FedAvg | runs of different code |" in text
     assert "| FedProx | 61.00 ± 1.00 |" in text
@@ -323,7 +337,7 @@ def test_runs_of_different_code_are_not_averaged_and_not_judged(tmp_path):
 
 def test_exports_of_a_table_say_that_its_rows_are_of_different_code(tmp_path):
     """Each row alone is of one: nothing in its cells shows it."""
-    all_run(tmp_path, options(seeds=[0, 1, 2]), code=3 * [OTHER, ""])
+    all_run(tmp_path, code=3 * [OTHER, ""])
     write_report(tmp_path)
     (table,) = (tmp_path / "tables").glob("*.csv")
     _, *lines = table.read_text().splitlines()
@@ -334,11 +348,10 @@ def test_exports_of_a_table_say_that_its_rows_are_of_different_code(tmp_path):
 @pytest.mark.parametrize("num_missing", [0, 1])
 def test_a_verdict_before_all_seeds_have_ended_says_so(num_missing, tmp_path):
     """Who stops when the interval excludes 0 favours a decision."""
-    how = options(seeds=[0, 1, 2])
-    recipe, runs = all_run(tmp_path, how)
+    recipe, runs = all_run(tmp_path)
     for run in runs[:num_missing]:
         (run.folder / "attempt" / "summary.json").unlink()
-    (claim,) = judge_claims(recipe, results_of(recipe, how, tmp_path), how)
+    (claim,) = claims_of(recipe, tmp_path)
     assert (claim.verdict, claim.seeds) == ("reproduced", 3 - num_missing)
     assert claim.remarks == "after 2 of 3 seeds" * num_missing
     assert claim.decide == "3 seeds" * num_missing
@@ -357,12 +370,8 @@ def test_a_verdict_before_all_seeds_have_ended_says_so(num_missing, tmp_path):
 )
 def test_runs_in_different_precision_are_not_judged(precisions, verdict, row, tmp_path):
     """`precision = "auto"` is bf16 on one machine, or for one network, and fp32 on another."""
-    how = options(seeds=[0, 1, 2])
-    recipe, runs = all_run(tmp_path, how)
-    for run, precision in zip(runs, precisions, strict=True):
-        manifest = {"code": [code_version()], "precision": [precision]}
-        (run.folder / "attempt" / "manifest.json").write_text(json.dumps(manifest))
-    (claim,) = judge_claims(recipe, results_of(recipe, how, tmp_path), how)
+    recipe, _ = all_run(tmp_path, precision=[[each] for each in precisions])
+    (claim,) = claims_of(recipe, tmp_path)
     assert claim.verdict == verdict
     text = write_report(tmp_path)[1].read_text()
     assert f"Precision: {', '.join(sorted(set(precisions)))}." in text
@@ -370,40 +379,32 @@ def test_runs_in_different_precision_are_not_judged(precisions, verdict, row, tm
 
 
 def test_a_stated_precision_is_not_that_which_auto_became_on_the_other_side(tmp_path):
-    how = options(seeds=[0, 1, 2])
     text = judged.replace("{method: fedprox", "{precision: auto, method: fedprox")
     assert text != judged
-    recipe, runs = all_run(tmp_path, how, text)
-    for run in runs:
-        if run.keys["method"] == "fedprox":
-            manifest = {"code": [code_version()], "precision": ["bf16"]}
-            (run.folder / "attempt" / "manifest.json").write_text(json.dumps(manifest))
-    (claim,) = judge_claims(recipe, results_of(recipe, how, tmp_path), how)
+    recipe, _ = all_run(tmp_path, text, precision=3 * [["fp32"], ["bf16"]])
+    (claim,) = claims_of(recipe, tmp_path)
     assert (claim.verdict, claim.effect) == ("not tested", None)
     assert claim.detail == "no verdict on runs in different precision"
 
 
 @pytest.mark.parametrize("of_each", ["{model: cnn-fedintr, ", "{image-size: 28, "])
-@pytest.mark.parametrize(("digests", "verdict"), [("ab", "reproduced"), ("abac", "not tested")])
+@pytest.mark.parametrize(
+    ("digests", "verdict"), [("ababab", "reproduced"), ("abacab", "not tested")]
+)
 def test_images_of_another_size_are_no_other_data(of_each, digests, verdict, tmp_path):
     """The digest is of the images as the network takes them: `model` and `image-size` change it."""
-    how = options(seeds=[0, 1, 2])
     text = judged.replace("{method: fedprox", f"{of_each}method: fedprox")
-    recipe, runs = all_run(tmp_path, how, text)
-    for run, data in zip(runs, itertools.cycle(digests)):  # FedAvg and FedProx in turn
-        manifest = {"code": [code_version()], "data": data}
-        (run.folder / "attempt" / "manifest.json").write_text(json.dumps(manifest))
-    results = results_of(recipe, how, tmp_path)
-    (claim,) = judge_claims(recipe, results, how)
+    recipe, _ = all_run(tmp_path, text, data=digests)
+    (claim,) = claims_of(recipe, tmp_path)
     assert claim.verdict == verdict
     section = section_of(next((tmp_path / "jobs").iterdir()), tmp_path)
-    ranked = section.rank(results["FedProx", "result"])
+    ranked = section.rank(section.results["FedProx", "result"])
     assert ranked == ("best" if verdict == "reproduced" else "")
 
 
 @pytest.mark.parametrize("accuracy", [math.nan, 60.0, -0.01])
 def test_an_accuracy_that_cannot_be_is_a_damaged_line_not_a_number(accuracy, tmp_path):
-    _, runs = all_run(tmp_path, options(seeds=[0, 1, 2]))
+    _, runs = all_run(tmp_path)
     shutil.rmtree(runs[-1].folder)
     folder = fake_run(runs[-1], accuracy)
     found = rf"{folder}: history.jsonl, line \d+ is damaged: global.accuracy = {accuracy}: expected"
@@ -419,10 +420,9 @@ def test_an_accuracy_that_cannot_be_is_a_damaged_line_not_a_number(accuracy, tmp
     ],
 )
 def test_sides_that_are_read_differently_are_named_beside_the_verdict(key, reads, tmp_path):
-    how = options(seeds=[0, 1, 2])
     text = judged.replace("{method: fedprox", f"{{{key}, method: fedprox")
-    recipe, _ = all_run(tmp_path, how, text)
-    (claim,) = judge_claims(recipe, results_of(recipe, how, tmp_path), how)
+    recipe, _ = all_run(tmp_path, text)
+    (claim,) = claims_of(recipe, tmp_path)
     assert f"read differently: {reads}" in claim.remarks.split("; ")
 
 
@@ -447,7 +447,7 @@ def test_a_time_is_not_compared_with_something_else(take):
 
 
 def test_rounds_that_are_there_twice_are_damage(tmp_path):
-    _, runs = all_run(tmp_path, options(seeds=[0, 1, 2]))
+    _, runs = all_run(tmp_path)
     path = runs[0].folder / "attempt" / "history.jsonl"
     path.write_text(2 * path.read_text())
     with pytest.raises(ValueError, match=r"history.jsonl is damaged: round \d+ follows round \d+"):
@@ -455,8 +455,7 @@ def test_rounds_that_are_there_twice_are_damage(tmp_path):
 
 
 def test_runs_that_all_are_of_one_older_code_are_reported_and_it_is_named(tmp_path):
-    how = options(seeds=[0, 1, 2])
-    _, runs = all_run(tmp_path, how, code=6 * [OTHER])
+    _, runs = all_run(tmp_path, code=6 * [OTHER])
     text = write_report(tmp_path)[1].read_text()
     assert "| FedAvg | 51.00 ± 1.00; a run" not in text
     assert f"Code: {OTHER}." in text
@@ -466,7 +465,7 @@ def test_runs_that_all_are_of_one_older_code_are_reported_and_it_is_named(tmp_pa
 
 
 def test_an_interrupted_run_of_other_code_starts_from_scratch_and_a_mixed_one_is_known(tmp_path):
-    _, (run, *_) = all_run(tmp_path, options(seeds=[0, 1, 2]), code=[OTHER, *5 * [""]])
+    _, (run, *_) = all_run(tmp_path, code=[OTHER, *5 * [""]])
     attempt = run.folder / "attempt"
     (attempt / "summary.json").unlink()
     (attempt / "checkpoints").mkdir()
@@ -501,7 +500,7 @@ def test_divergence_and_failure_are_results_that_count_against_the_claim(
     ends, word, detail, tmp_path
 ):
     """Runs alternate: FedAvg and FedProx of seed 0, then of 1 and 2."""
-    all_run(tmp_path, options(seeds=[0, 1, 2]), status=ends)
+    all_run(tmp_path, status=ends)
     text = write_report(tmp_path)[1].read_text()
     assert f"| FedProx above FedAvg in result | {word} | {detail}" in text
     side, _, share = detail.partition(", +")[0].partition(" ")
@@ -513,43 +512,40 @@ def test_divergence_and_failure_are_results_that_count_against_the_claim(
 @pytest.mark.parametrize("ends", [["finished", FINITE], [FINITE, "finished"]])
 def test_below_is_above_the_other_way_round(ends, tmp_path):
     """The side that a claim puts ahead counts against it where it diverges, on either side."""
-    recipe, _ = all_run(tmp_path, options(seeds=[0, 1, 2]), status=3 * ends)
-    how, claim = options(seeds=[0, 1, 2]), Claim("", "FedProx", "FedAvg", True, "result")
+    recipe, _ = all_run(tmp_path, status=3 * ends)
+    claim = Claim("", "FedProx", "FedAvg", True, "result")
     turned = Claim("", "FedAvg", "FedProx", False, "result")
-    both = replace(recipe, claims=[claim, turned])
-    one, two = judge_claims(both, results_of(recipe, how, tmp_path), how)
+    one, two = claims_of(replace(recipe, claims=[claim, turned]), tmp_path)
     assert one.verdict == two.verdict == ("not reproduced" if ends[1] == FINITE else "inconclusive")
     assert one.failures == f"{'FedAvg' if ends[0] == FINITE else 'FedProx'} diverged 3/3"
 
 
 def test_updates_that_were_left_out_are_named_beside_the_number_and_the_claim(tmp_path):
     lost = {"a": "local training left values that are not finite in 'w'", "b": "no answer"}
-    how = options(seeds=[0, 1, 2])
-    recipe, _ = all_run(tmp_path, how, left_out=[lost, *5 * [{}]])
+    recipe, _ = all_run(tmp_path, left_out=[lost, *5 * [{}]])
     text = write_report(tmp_path)[1].read_text()
     words = "updates left out: 2, in 1 round for values not finite or too large"
     assert f"| FedAvg | 51.00 ± 1.00; {words} |" in text
-    (claim,) = judge_claims(recipe, results_of(recipe, how, tmp_path), how)
+    (claim,) = claims_of(recipe, tmp_path)
     assert claim.failures == f"FedAvg: {words}"
     assert not claim.deviations
 
 
 def test_runs_whose_code_is_not_recorded_are_not_judged(tmp_path):
-    recipe, runs = all_run(tmp_path, options(seeds=[0, 1, 2]))
+    recipe, runs = all_run(tmp_path)
     for run in runs:
         (run.folder / "attempt" / "manifest.json").write_text("{}")
     how = options(seeds=[0, 1, 2], any_code=True)
-    (claim,) = judge_claims(recipe, results_of(recipe, how, tmp_path), how)
+    (claim,) = claims_of(recipe, tmp_path, how)
     assert (claim.verdict, claim.effect) == ("not tested", None)
     assert claim.detail.startswith("no verdict on runs whose code is not recorded; +10.00")
     assert claim.decide == "runs of today's code"
 
 
 def test_a_run_that_diverged_is_not_run_again_and_one_that_failed_is(tmp_path, monkeypatch):
-    how = options(seeds=[0, 1, 2])
     ends = [FINITE, "failed: OSError: no space", *4 * ["finished"]]
-    recipe, runs = all_run(tmp_path, how, status=ends)
-    assert ran(recipe, how, tmp_path, monkeypatch)[0] == [runs[1].name]
+    recipe, runs = all_run(tmp_path, status=ends)
+    assert ran(recipe, THREE, tmp_path, monkeypatch)[0] == [runs[1].name]
 
 
 def test_a_value_that_diverges_is_the_worst_of_the_tuned_ones(tmp_path):
@@ -670,8 +666,7 @@ def test_a_run_that_was_killed_is_started_once_more(tmp_path, monkeypatch):
 
 def test_a_run_that_was_killed_counts_against_its_claim_until_it_is_repeated(tmp_path, monkeypatch):
     """Its run directory says that it is running, and another's failure may leave none."""
-    how = options(seeds=[0, 1, 2])
-    recipe, runs = all_run(tmp_path, how)
+    recipe, runs = all_run(tmp_path)
     killed = runs[-1]
     attempt = killed.folder / "attempt"
     (attempt / "summary.json").write_text(json.dumps({"status": "running"}))
@@ -683,15 +678,15 @@ def test_a_run_that_was_killed_counts_against_its_claim_until_it_is_repeated(tmp
         locks.append(None)
         raise KilledError("its process was killed")
 
-    ran(recipe, how, tmp_path, monkeypatch, ending)
+    ran(recipe, THREE, tmp_path, monkeypatch, ending)
     assert not killed.note.exists()
     locks[1].close()
-    ran(recipe, how, tmp_path, monkeypatch, ending)
+    ran(recipe, THREE, tmp_path, monkeypatch, ending)
     text = write_report(tmp_path)[1].read_text()
     assert "| FedProx above FedAvg in result | inconclusive | FedProx failed 1/3, " in text
     pack(tmp_path, tmp_path / "packed")
     with unpacked(tmp_path / "packed") as (copy,):
-        (claim,) = judge_claims(recipe, results_of(recipe, how, copy), how)
+        (claim,) = claims_of(recipe, copy)
         assert claim.failures == "FedProx failed 1/3"
     assert overrides_of(killed) == {**killed.keys, "output-dir": str(killed.folder)}
     (attempt / "checkpoints").mkdir()
@@ -712,11 +707,10 @@ def test_a_run_that_was_killed_counts_against_its_claim_until_it_is_repeated(tmp
 
 @pytest.mark.parametrize("seed", [0, 2])
 def test_a_failed_run_counts_with_every_seed(seed, tmp_path):
-    how = options(seeds=[0, 1, 2])
-    recipe, runs = all_run(tmp_path, how)
+    recipe, runs = all_run(tmp_path)
     (run,) = [r for r in runs if (r.keys["method"], r.keys["seed"]) == ("fedprox", seed)]
     (run.folder / "attempt" / "summary.json").write_text(json.dumps({"status": "failed: no disk"}))
-    (claim,) = judge_claims(recipe, results_of(recipe, how, tmp_path), how)
+    (claim,) = claims_of(recipe, tmp_path)
     assert (claim.verdict, claim.failures) == ("inconclusive", "FedProx failed 1/3")
 
 
@@ -923,7 +917,7 @@ def test_a_claim_within_a_margin_is_reported(tmp_path):
     """FedProx is 10 points above FedAvg."""
     claims = [f"FedProx within {margin} of FedAvg in result" for margin in (11, 2)]
     text = f"{two_rows}seeds: 3\nclaims: {json.dumps(claims)}\n"
-    all_run(tmp_path, options(seeds=[0, 1, 2]), text)
+    all_run(tmp_path, text)
     text = write_report(tmp_path)[1].read_text()
     assert "| FedProx within 11 of FedAvg in result | reproduced | +10.00" in text
     assert "| FedProx within 2 of FedAvg in result | not reproduced | +10.00" in text
@@ -933,25 +927,19 @@ def test_a_claim_within_a_margin_is_reported(tmp_path):
 @pytest.mark.parametrize("method", ["fedavg", "fedprox"])
 def test_an_update_left_out_on_either_side_leaves_a_margin_open(claim, method, tmp_path):
     """FedProx is 10 points above FedAvg, were it not for the round."""
-    how = options(seeds=[0, 1, 2])
-    recipe = parse_recipe(f"{two_rows}seeds: 3\nclaims: [{claim} in result]\n", Path("t.yaml"))
-    for run in runs_needed(recipe, recipe.cells, how, tmp_path, ()):
-        is_lost = (run.keys["method"], run.keys["seed"]) == (method, 1)
-        accuracy = 0.5 if run.keys["method"] == "fedavg" else 0.6
-        fake_run(run, accuracy, left_out={"a": "not finite"} if is_lost else None)
-    (found,) = judge_claims(recipe, results_of(recipe, how, tmp_path), how)
+    text = f"{two_rows}seeds: 3\nclaims: [{claim} in result]\n"
+    lost = [{} for _ in range(6)]
+    lost[2 + (method == "fedprox")] = {"a": "not finite"}  # with seed 1
+    recipe, _ = all_run(tmp_path, text, left_out=lost)
+    (found,) = claims_of(recipe, tmp_path)
     assert (found.verdict, found.interval) == ("inconclusive", None)
 
 
 def test_what_decides_a_margin_is_its_distance_from_the_mean(tmp_path):
     """Mean 0.4, SD 0.5: t(0.975, n - 1) * 0.5 / sqrt(n) is first below 0.6 at n = 6."""
-    how, leads = options(seeds=[0, 1, 2]), [0.9, 0.4, -0.1]
     text = f"{two_rows}seeds: 3\nclaims: [FedProx within 1 of FedAvg in result]\n"
-    recipe = parse_recipe(text, Path("t.yaml"))
-    for run in runs_needed(recipe, recipe.cells, how, tmp_path, ()):
-        lead = leads[int(run.keys["seed"])] * (run.keys["method"] == "fedprox")
-        fake_run(run, 0.5 + lead / 100)
-    (claim,) = judge_claims(recipe, results_of(recipe, how, tmp_path), how)
+    recipe, _ = all_run(tmp_path, text, accuracy=leading([0.9, 0.4, -0.1]))
+    (claim,) = claims_of(recipe, tmp_path)
     assert (claim.verdict, claim.decide) == ("inconclusive", "6 seeds")
 
 
@@ -971,11 +959,8 @@ def test_whether_the_papers_difference_is_in_the_interval(paper, changes, remark
     text = text.replace("{method: fedprox", f"{{paper: {theirs}, method: fedprox")
     text = text.replace("in result]", "in result from round 1]")
     how = options(seeds=[0, 1, 2], changes=changes)
-    recipe = parse_recipe(text, Path("t.yaml"))
-    for run in runs_needed(recipe, recipe.cells, how, tmp_path, ()):
-        seed, is_better = int(run.keys["seed"]), run.keys["method"] == "fedprox"
-        fake_run(run, 0.5 + 0.1 * is_better + 0.001 * (seed - 1) * is_better)
-    (claim,) = judge_claims(recipe, results_of(recipe, how, tmp_path), how)
+    recipe, _ = all_run(tmp_path, text, how, accuracy=leading([9.9, 10, 10.1]))
+    (claim,) = claims_of(recipe, tmp_path, how)
     assert (claim.verdict, claim.remarks) == ("reproduced", remarks)
 
 
@@ -991,20 +976,16 @@ def test_seeds_that_were_added_are_named_beside_the_verdict(added, remarks, tmp_
     """3.5, 2 and 0.5 alone: 2 +- 3.7."""
     leads = [3.5, 2.0, 0.5, *added]
     how = options(seeds=list(range(len(leads))))
-    recipe = parse_recipe(judged, Path("t.yaml"))
-    for run in runs_needed(recipe, recipe.cells, how, tmp_path, ()):
-        lead = leads[int(run.keys["seed"])] * (run.keys["method"] == "fedprox")
-        fake_run(run, 0.5 + lead / 100)
-    (claim,) = judge_claims(recipe, results_of(recipe, how, tmp_path), how)
+    recipe, _ = all_run(tmp_path, judged, how, accuracy=leading(leads))
+    (claim,) = claims_of(recipe, tmp_path, how)
     assert (claim.remarks, claim.seeds) == (remarks, len(leads))
     assert claim.verdict == ("reproduced" if len(added) == 3 else "inconclusive")
 
 
 @pytest.mark.parametrize("ends", [["finished", FINITE], [FINITE, "finished"]])
 def test_there_is_no_interval_of_fewer_pairs_than_the_verdict_rests_on(ends, tmp_path):
-    how = options(seeds=[0, 1, 2])
-    recipe, _ = all_run(tmp_path, how, status=[*4 * ["finished"], *ends])
-    (claim,) = judge_claims(recipe, results_of(recipe, how, tmp_path), how)
+    recipe, _ = all_run(tmp_path, status=[*4 * ["finished"], *ends])
+    (claim,) = claims_of(recipe, tmp_path)
     assert (claim.effect, claim.interval, claim.seeds) == (pytest.approx(10.0), None, 3)
 
 
@@ -1013,14 +994,13 @@ def test_there_is_no_interval_of_fewer_pairs_than_the_verdict_rests_on(ends, tmp
 )
 def test_ahead_of_runs_whose_updates_were_not_finite_is_no_lead(row, verdict, effect, tmp_path):
     """Runs alternate: FedAvg and FedProx, which the claim puts ahead."""
-    how, lost = options(seeds=[0, 1, 2]), {"a": "values that are not finite in 'w'"}
-    recipe, _ = all_run(tmp_path, how, left_out=3 * [*row * [{}], lost, *(1 - row) * [{}]])
+    lost = {"a": "values that are not finite in 'w'"}
+    recipe, _ = all_run(tmp_path, left_out=3 * [*row * [{}], lost, *(1 - row) * [{}]])
     claim, turned = (
         Claim("", *names, True, "result")
         for names in (("FedProx", "FedAvg"), ("FedAvg", "FedProx"))
     )
-    results = results_of(recipe, how, tmp_path)
-    (found, other) = judge_claims(replace(recipe, claims=[claim, turned]), results, how)
+    (found, other) = claims_of(replace(recipe, claims=[claim, turned]), tmp_path)
     assert found.verdict == verdict
     assert found.effect == (effect and pytest.approx(effect))
     assert other.verdict == "not reproduced"  # that counts in full
