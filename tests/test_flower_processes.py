@@ -266,28 +266,18 @@ def contents(path):
     return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
 
 
-def poison_change(path):
-    (path / "code" / "client.py").write_text("number = 3\n")
-
-
-def poison_cut(path):
-    (path / "code" / "server.py").write_text("number")
-
-
-def poison_remove(path):
-    (path / "code" / "client.py").unlink()
-
-
-def poison_add(path):
-    (path / "json.py").write_text("raise ValueError\n")
-
-
-@pytest.mark.parametrize("poison", [poison_change, poison_cut, poison_remove, poison_add])
-def test_an_app_that_was_poisoned_is_installed_again(poison, fab):
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        *(("code/client.py", "number = 3\n"), ("code/server.py", "number")),
+        *(("code/client.py", None), ("json.py", "raise ValueError\n")),  # None: it is removed
+    ],
+)
+def test_an_app_that_was_poisoned_is_installed_again(file, text, fab):
     path = install_whole(fab)
     whole = contents(path)
     assert "code/client.py" in whole
-    poison(path)
+    (path / file).unlink() if text is None else (path / file).write_text(text)
     assert install_from_fab(fab, skip_prompt=True) == path
     assert contents(path) != whole  # Flower takes it as it is
     assert install_whole(fab) == path

@@ -421,20 +421,12 @@ def test_what_cannot_be_built_is_refused_in_one_line(change, words):
     assert all(word in message for word in words), message
 
 
-def bare_module(input_shape, norm):
-    return Trunk({"conv1": nn.Conv2d(3, 8, 3)}, nn.Flatten(), 8)
+def conv(channels):
+    return Stage(nn.Conv2d(channels, 8, 3), nn.ReLU())
 
 
-def named_with_a_dot(input_shape, norm):
-    return Trunk({"conv.1": Stage(nn.Conv2d(3, 8, 3), nn.ReLU())}, nn.Flatten(), 8)
-
-
-def too_narrow(input_shape, norm):
-    return Trunk({"conv1": Stage(nn.Conv2d(3, 8, 3), nn.ReLU())}, nn.Flatten(), 8)
-
-
-def of_other_images(input_shape, norm):
-    return Trunk({"conv1": Stage(nn.Conv2d(4, 8, 3), nn.ReLU())}, nn.Flatten(), 7200)
+def with_stage(name, stage, feature_width=8):
+    return lambda input_shape, norm: Trunk({name: stage}, nn.Flatten(), feature_width)
 
 
 @pytest.mark.parametrize(
@@ -442,10 +434,16 @@ def of_other_images(input_shape, norm):
     [
         (lambda input_shape, norm: None, " returned NoneType: expected a Trunk"),
         (lambda input_shape, norm: nowhere, ": NameError: name 'nowhere' is not defined"),  # noqa: F821
-        (bare_module, ": stage 'conv1' is a Conv2d: expected a Stage"),
-        (named_with_a_dot, ": stage 'conv.1' is a Stage: .* a name without dots"),
-        (too_narrow, r": the features of one image have shape \[1, 7200\]: expected \[1, 8\]"),
-        (of_other_images, r": its stages fail on an image of shape \[3, 32, 32\]: RuntimeError: "),
+        (with_stage("conv1", nn.Conv2d(3, 8, 3)), ": stage 'conv1' is a Conv2d: expected a Stage"),
+        (with_stage("conv.1", conv(3)), ": stage 'conv.1' is a Stage: .* a name without dots"),
+        (
+            with_stage("conv1", conv(3)),
+            r": the features of one image have shape \[1, 7200\]: expected \[1, 8\]",
+        ),
+        (
+            with_stage("conv1", conv(4), 7200),
+            r": its stages fail on an image of shape \[3, 32, 32\]: RuntimeError: ",
+        ),
     ],
 )
 def test_a_mistake_in_the_function_of_a_model_is_refused_with_its_place(build, reason, monkeypatch):

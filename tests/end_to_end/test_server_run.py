@@ -780,22 +780,18 @@ def test_a_checkpoint_ahead_of_the_history_is_passed_over(run, is_cut):
     assert_same_run(broken, whole)
 
 
-def without_history(path):
-    path.unlink()
-
-
 def with_a_damaged_line(path):
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + b"\xff\0 not json\n" + lines[2])
 
 
-def with_garbage(path):
-    path.write_bytes(b"\xff\xfe\n[1]\n")
-
-
 @pytest.mark.parametrize(
     ("spoil", "rounds_left"),
-    [(without_history, [4]), (with_a_damaged_line, [1, 3, 4]), (with_garbage, [4])],
+    [
+        (Path.unlink, [4]),
+        (with_a_damaged_line, [1, 3, 4]),
+        (lambda path: path.write_bytes(b"\xff\xfe\n[1]\n"), [4]),
+    ],
 )
 def test_a_lost_or_damaged_history_does_not_stop_a_resume(run, caplog, spoil, rounds_left):
     whole, broken = run({"num-rounds": 4}), run({"num-rounds": 3})

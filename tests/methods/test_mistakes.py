@@ -32,45 +32,32 @@ def _reads_files_anew():
     options_class.cache_clear()
 
 
-def without_return(self, current, replies):
-    pass
-
-
-def one_less(self, current, replies):
-    return dict(list(current.items())[1:])
-
-
-def one_more(self, current, replies):
-    return {**current, "foo": torch.zeros(1)}
-
-
-def of_float64(self, current, replies):
-    return {name: array.double() for name, array in current.items()}
-
-
-def of_other_shapes(self, current, replies):
-    return {name: array[None] for name, array in current.items()}
-
-
-def of_numpy(self, current, replies):
-    return {name: array.numpy() for name, array in current.items()}
+UNLIKE = "arrays unlike those it was given: array "
 
 
 @pytest.mark.parametrize(
-    ("function", "found"),
+    ("returned", "found"),
     [
-        (without_return, "returned NoneType: expected a dict of tensors"),
-        (of_numpy, r"returned '[\w.]+': ndarray: expected a dict of tensors"),
-        (one_less, r"returned arrays unlike those it was given: array '[\w.]+' is missing \(1 of"),
-        (one_more, "returned arrays unlike those it was given: array 'foo' is unknown"),
-        (of_float64, "returned arrays unlike those it was given: array '.+' is torch.float64"),
-        (of_other_shapes, r"returned arrays unlike those it was given: array '.+' is \[1, "),
+        (lambda w: None, "NoneType: expected a dict of tensors"),
+        (
+            lambda w: {n: a.numpy() for n, a in w.items()},
+            r"'[\w.]+': ndarray: expected a dict of tensors",
+        ),
+        (lambda w: dict(list(w.items())[1:]), UNLIKE + r"'[\w.]+' is missing \(1 of"),
+        (lambda w: {**w, "foo": torch.zeros(1)}, UNLIKE + "'foo' is unknown"),
+        (lambda w: {n: a.double() for n, a in w.items()}, UNLIKE + "'.+' is torch.float64"),
+        (lambda w: {n: a[None] for n, a in w.items()}, UNLIKE + r"'.+' is \[1, "),
     ],
 )
-def test_the_arrays_of_a_server_half_are_checked(function, found, run, monkeypatch):
+def test_the_arrays_of_a_server_half_are_checked(returned, found, run, monkeypatch):
     """A forgotten `return` gave a finished run with the initial model."""
-    monkeypatch.setattr(Average, "next_arrays", function)
-    with pytest.raises(ValueError, match=rf"^{function.__name__} \(.*:\d+\) {found}"):
+
+    def mistaken(self, current, replies):
+        return returned(current)
+
+    monkeypatch.setattr(Average, "next_arrays", mistaken)
+    name = re.escape(mistaken.__qualname__)
+    with pytest.raises(ValueError, match=rf"^{name} \(.*:\d+\) returned {found}"):
         run(QUICK)
 
 
