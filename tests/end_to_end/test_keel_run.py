@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 from run_fixtures import (
@@ -33,6 +35,24 @@ from server_app.summary import read_manifest
 WHOLE = ["model=cnn-fedreco", "lr=0.05", "alpha=5", "num-rounds=3"]
 SMALL = ["model=cnn-fedreco", "data-fraction=0.4", *WHOLE[1:]]
 FULL = "failed: OSError: [Errno 28] No space left on device"
+
+
+@contextmanager
+def long_run(**how):
+    """`keel run` of many rounds in a process of its own, which is killed at the end."""
+    command = [sys.executable, "-m", "keel", "run", *SMALL[:-1], "num-rounds=100000"]
+    process = subprocess.Popen(
+        [*command, "--clients", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **how,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(timeout=60)
 
 
 def audit_of(directory):
@@ -72,19 +92,12 @@ def test_no_flwr_line_is_printed_that_flower_would_refuse(home, capsys):
 
 def test_keel_stop_stops_the_run_cleanly(home):
     """By the signal of Ctrl-C."""
-    command = [sys.executable, "-m", "keel", "run", *SMALL[:-1], "num-rounds=100000"]
-    process = subprocess.Popen(
-        [*command, "--clients", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
+    with long_run() as process:
         wait_until(lambda: list(home.glob("runs/*/checkpoints/round-00002*")), process=process)
         directory = only_run(home)
         assert SavedRun(directory).state == "running"
         assert main(["stop", directory.name]) == 0
         out, err = process.communicate(timeout=250)
-    finally:
-        process.kill()
-        process.wait(timeout=60)
     assert process.returncode == 130
     assert summary_of(directory)["status"] == "stopped"
     assert SavedRun(directory).state == "stopped"
@@ -95,29 +108,17 @@ def test_keel_stop_stops_the_run_cleanly(home):
 
 def test_a_terminal_that_closes_stops_the_run_cleanly(home):
     """SIGHUP used to end the process, and left a simulation of Flower running."""
-    command = [sys.executable, "-m", "keel", "run", *SMALL[:-1], "num-rounds=100000"]
-    process = subprocess.Popen(
-        [*command, "--clients", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # also under nohup
-    )  # fmt: skip
-    try:
+    also_under_nohup = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
+    with long_run(preexec_fn=also_under_nohup) as process:
         wait_until(lambda: list(home.glob("runs/*/checkpoints/round-00002*")), process=process)
         process.send_signal(signal.SIGHUP)
         process.communicate(timeout=250)
-    finally:
-        process.kill()
-        process.wait(timeout=60)
     assert process.returncode == 128 + signal.SIGHUP
     assert summary_of(only_run(home))["status"] == "stopped"
 
 
 def test_a_second_ctrl_c_ends_the_run_at_once(home, capsys):
-    command = [sys.executable, "-m", "keel", "run", *SMALL[:-1], "num-rounds=100000"]
-    process = subprocess.Popen(
-        [*command, "--clients", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    try:
+    with long_run() as process:
         for line in process.stdout:
             if line.startswith("round      2/"):
                 process.send_signal(signal.SIGINT)
@@ -125,9 +126,6 @@ def test_a_second_ctrl_c_ends_the_run_at_once(home, capsys):
                 process.send_signal(signal.SIGINT)
                 break
         out, err = process.communicate(timeout=20)
-    finally:
-        process.kill()
-        process.wait(timeout=60)
     assert (process.returncode, out, err) == (130, f"{ENDED}\n", "")
     directory = only_run(home)
     done = SavedRun(directory).rounds

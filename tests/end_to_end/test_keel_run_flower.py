@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,21 +28,30 @@ keys = SMALL | {
 words = [f"{key}={value}" for key, value in keys.items() if key != "num-rounds"]
 
 
-def start(home, *arguments):
-    """`keel run --engine flower` with a home of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "keel", *arguments],
+long_run = [*words, "num-rounds=1000", "run-name=cut", "--clients", "3"]
+
+
+@contextmanager
+def started(home, *arguments):
+    """`keel run --engine flower` with a home of its own, killed at the end."""
+    own = {"KEEL_HOME": str(home), "PYTHONPATH": str(root), MARK + "_TEST": str(home)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "keel", "run", "--engine", "flower", *arguments],
         cwd=home,
-        env=os.environ
-        | {"KEEL_HOME": str(home), "PYTHONPATH": str(root), MARK + "_TEST": str(home)},
+        env=os.environ | own,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=60)
 
 
 def started_by(home):
-    """Commands of the living processes that inherited the environment of `start`."""
+    """Commands of the living processes that inherited the environment of `started`."""
     entry, found = f"{MARK}_TEST={home}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -63,12 +73,9 @@ def assert_all_end(home):
 def test_a_flower_run_is_stopped_by_ctrl_c_and_resumed_to_the_same_bits(tmp_path, no_pictures):
     home = tmp_path / "home"
     home.mkdir()
-    process = start(home, "run", *words, "num-rounds=1000", "run-name=cut", "--engine", "flower",
-                    "--clients", "3")  # fmt: skip
     directory = home / "runs" / "cut"
-    assert process.stdout is not None
     out = ""
-    try:
+    with started(home, *long_run) as process:
         for line in process.stdout:  # what is printed, which the run directory may be ahead of
             out += line
             if line.startswith("round    2/1000   personal"):
@@ -76,9 +83,6 @@ def test_a_flower_run_is_stopped_by_ctrl_c_and_resumed_to_the_same_bits(tmp_path
         assert any("flower-superlink" in command for command in started_by(home)), out
         process.send_signal(signal.SIGINT)
         rest, err = process.communicate(timeout=120)
-    finally:
-        process.kill()
-        process.wait(timeout=60)
     out += rest
     assert process.returncode == 130, err
     assert err == ""
@@ -100,10 +104,7 @@ def test_a_flower_run_is_stopped_by_ctrl_c_and_resumed_to_the_same_bits(tmp_path
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_a_flower_run_with_all_its_processes_at_once(tmp_path):
-    process = start(tmp_path, "run", *words, "num-rounds=1000", "run-name=cut", "--engine",
-                    "flower", "--clients", "3")  # fmt: skip
-    assert process.stdout is not None
-    try:
+    with started(tmp_path, *long_run) as process:
         for line in process.stdout:
             if line.startswith("round    2/1000"):
                 process.send_signal(signal.SIGINT)
@@ -112,9 +113,6 @@ def test_a_second_ctrl_c_ends_a_flower_run_with_all_its_processes_at_once(tmp_pa
                 process.send_signal(signal.SIGINT)
                 break
         out, err = process.communicate(timeout=20)
-    finally:
-        process.kill()
-        process.wait(timeout=60)
     assert (process.returncode, err) == (130, "")
     assert out.endswith(f"{ENDED}\n")
     assert_all_end(tmp_path)
@@ -128,14 +126,10 @@ def test_a_second_ctrl_c_ends_a_flower_run_with_all_its_processes_at_once(tmp_pa
 @pytest.mark.slow
 def test_what_a_killed_keel_run_leaves_of_a_flower_run_is_stopped(tmp_path, monkeypatch, capsys):
     """Its SuperLink used to stay for good, and `keel stop` named `flwr stop`."""
-    process = start(tmp_path, "run", *words, "num-rounds=1000", "run-name=cut", "--engine",
-                    "flower", "--clients", "3")  # fmt: skip
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("round    2/1000"):
-            break
-    process.kill()
-    process.communicate(timeout=60)
+    with started(tmp_path, *long_run) as process:
+        for line in process.stdout:
+            if line.startswith("round    2/1000"):
+                break
     assert any("flower-superlink" in command for command in started_by(tmp_path))
     monkeypatch.setenv("KEEL_HOME", str(tmp_path))
     assert main(["stop", "cut"]) == 0
@@ -156,8 +150,8 @@ def test_a_flower_run_that_fails_is_one_line_and_code_1(tmp_path):
         for number in range(60):
             Image.new("L", (28, 28)).save(folder / f"{number}.png")
     own = [f"source=folder:{tmp_path}/data", *(w for w in words if not w.startswith("source="))]
-    process = start(tmp_path, "run", *own, "--engine", "flower", "--clients", "2")
-    out, err = process.communicate(timeout=200)
+    with started(tmp_path, *own, "--clients", "2") as process:
+        out, err = process.communicate(timeout=200)
     assert process.returncode == 1, err
     assert err.startswith(f"error: source = 'folder:{tmp_path}/data' has 1 class: expected")
     assert err.count("\n") == 1
