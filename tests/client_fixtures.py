@@ -5,7 +5,7 @@
 
 import os
 import tempfile
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from client_app.objective import Batch
 from client_app.process_cache import ProcessCache
 from client_app.setup import build_network, dataset_spec_of, open_source
 from keel.method_checks import Subject
+from models.cnn import _plain_cnn
 from models.registry import BUILDERS
 from protocol.config import resolve_config
 from protocol.messages import TrainRequest, array_record, message_content, request_record
@@ -52,6 +53,12 @@ def add_model(monkeypatch, name, build, **spec):
     """Another model under this name, for one test: `build` takes the input shape."""
     monkeypatch.setitem(MODELS, name, ModelSpec(**spec))
     monkeypatch.setitem(BUILDERS, name, build)
+
+
+def add_small_cnn(monkeypatch):
+    """The model small-cnn, whose features are as wide as cnn-fedreco's."""
+    build = partial(_plain_cnn, kernel=3, conv_widths=(4,), fc_widths=(84,))
+    add_model(monkeypatch, "small-cnn", build)
 
 
 def small_source():

@@ -1,6 +1,7 @@
 """Shared by the tests of methods: formulas in loops, parts of a network, SGD by hand."""
 
 import math
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from client_fixtures import NUM_CLASSES, SHAPE, differ, initial, make_config, make_round, train
 
 from client_app.methods import method_class
+from client_app.methods.fedprox import FedProx
 from client_app.setup import build_network
 from protocol.catalogue import method_names
 
@@ -19,6 +21,25 @@ def with_method(monkeypatch, name, cls):
     found = METHODS | {name: cls}
     for module in ("client_app.methods", "keel.method_checks"):
         monkeypatch.setattr(f"{module}.method_class", found.__getitem__)
+
+
+@dataclass(frozen=True)
+class FloatPenalty(FedProx):
+    def penalty(self, batch):
+        return 0.5
+
+
+@dataclass(frozen=True)
+class ForgottenReturn(FedProx):
+    def penalty(self, batch):
+        batch.logits.square().mean()
+
+
+@dataclass(frozen=True)
+class InPlace(FedProx):
+    def begin_round(self, ctx):
+        for array in ctx.received.values():
+            array.mul_(0.5)
 
 
 HEAD = {"classifier.weight", "classifier.bias"}

@@ -80,6 +80,18 @@ def summary_of(folder: Path) -> dict[str, Any]:
     return summary
 
 
+def accuracy_of(folder: Path) -> float:
+    """The final accuracy of the global model."""
+    accuracy: float = summary_of(folder)["results"]["global.accuracy"]["final"]
+    return accuracy
+
+
+def audit_of(folder: Path, event: str = "") -> list[dict[str, Any]]:
+    """The lines of audit.jsonl, of this event alone if it is given."""
+    lines = [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
+    return [line for line in lines if event in ("", line["event"])]
+
+
 def final_model(folder: Path) -> dict[str, Tensor]:
     """The arrays of model.safetensors."""
     return read_arrays(folder / "model.safetensors")[0]

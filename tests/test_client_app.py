@@ -21,7 +21,7 @@ from client_fixtures import (
     NUM_CLASSES,
     SHAPE,
     Client,
-    add_model,
+    add_small_cnn,
     assert_same_bits,
     differ,
     facts,
@@ -32,7 +32,7 @@ from client_fixtures import (
     small_source,
 )
 from flwr.app import ConfigRecord, RecordDict
-from method_fixtures import METHODS, with_method
+from method_fixtures import METHODS, FloatPenalty, ForgottenReturn, InPlace, with_method
 from PIL import Image
 
 from client_app.handlers import ADVICE, turn, without_file_names
@@ -45,7 +45,6 @@ from client_app.objective import objective_phase
 from client_app.process_cache import ProcessCache
 from client_app.setup import build_network, client_indices, open_source, pixels_of
 from client_app.state import StateFolder, StateMemory, max_rounds_ahead, memories
-from models.cnn import _plain_cnn
 from protocol.config import config_from_json
 from protocol.flower_compat import GPU_LOST
 from protocol.messages import RESET_NEEDED, TrainRequest, read_reply, read_roster
@@ -468,10 +467,7 @@ def test_a_state_dir_of_its_own_outlives_flowers_run(tmp_path):
 
 
 def test_a_nodes_model_comes_before_client_models_and_the_runs(monkeypatch):
-    def build(input_shape):
-        return _plain_cnn(input_shape, kernel=3, conv_widths=(4,), fc_widths=(84,))
-
-    add_model(monkeypatch, "small-cnn", build)
+    add_small_cnn(monkeypatch)
     config = make_config(method="fedreco")
     mixed = make_config(method="fedreco", client_models="cnn-fedreco, small-cnn")
     partitions = [{"partition-id": n, "num-partitions": 3} for n in range(3)]
@@ -614,18 +610,6 @@ class ConstantLoss(FedProx):
 
 
 @dataclass(frozen=True)
-class FloatPenalty(FedProx):
-    def penalty(self, batch):
-        return 0.5
-
-
-@dataclass(frozen=True)
-class ForgottenReturn(FedProx):
-    def penalty(self, batch):
-        batch.logits.square().mean()
-
-
-@dataclass(frozen=True)
 class PenaltyPerSample(FedProx):
     def penalty(self, batch):
         return batch.logits.square().sum(1)
@@ -641,13 +625,6 @@ class NoUpdate(FedProx):
 class TextAsTerm(FedProx):
     def finish(self, update, ctx):
         return replace(update, terms={"supervised": "x"})
-
-
-@dataclass(frozen=True)
-class InPlace(FedProx):
-    def begin_round(self, ctx):
-        for array in ctx.received.values():
-            array.mul_(0.5)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from run_fixtures import SMALL, resume
+from run_fixtures import SMALL, audit_of, resume
 
 import server_app.audit
 from server_app.audit import AuditLog, audit_end, audit_problem
@@ -204,7 +204,7 @@ def test_a_run_says_who_joined_was_sent_and_released_what(tmp_path, no_pictures)
     keys |= {"privacy.delta": 1e-5, "privacy.clip-norm": 1e-3, "local-test-fraction": 0.2}
     keys |= {"privacy.metrics": "exact"}  # so that there is something to evaluate
     run = run_inline(SMALL | keys | {"method": "fedavg", "evaluate-clients": "all"}, 3)
-    lines = [json.loads(line) for line in (run / "audit.jsonl").read_text().splitlines()]
+    lines = audit_of(run)
     events = [line["event"] for line in lines]
     a_round = ["sent", "released", "sent"]
     assert events == ["started", *(3 * ["joined"]), *a_round, *a_round, "ended"]

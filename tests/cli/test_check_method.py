@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from method_fixtures import METHODS, with_method
+from method_fixtures import METHODS, FloatPenalty, ForgottenReturn, InPlace, with_method
 
 import keel.method_checks
 from client_app.methods.fedprox import FedProx
@@ -78,33 +78,14 @@ class WithEmptyState(FedProx):
 
 
 @dataclass(frozen=True)
-class WithFloat(FedProx):
-    def penalty(self, batch):
-        return 0.5
-
-
-@dataclass(frozen=True)
-class WithoutReturn(FedProx):
-    def penalty(self, batch):
-        batch.logits.square().mean()
-
-
-@dataclass(frozen=True)
-class InPlace(FedProx):
-    def begin_round(self, ctx):
-        for array in ctx.received.values():
-            array.mul_(0.5)
-
-
-@dataclass(frozen=True)
 class WithPlaceholder(FedProx):
     paper: ClassVar[str] = "<authors and year>"
 
 
 BROKEN = {
     WithPlaceholder: ("source is named", "<authors and year> in "),
-    WithFloat: ("a client trains", "returned float: expected a scalar Tensor"),
-    WithoutReturn: ("a client trains", "WithoutReturn.penalty (tests/cli/test_check_method.py:"),
+    FloatPenalty: ("a client trains", "returned float: expected a scalar Tensor"),
+    ForgottenReturn: ("a client trains", "ForgottenReturn.penalty (tests/method_fixtures.py:"),
     InPlace: ("a client trains", "changes the received arrays in place"),
     WithWrongGradient: ("gradient is finite", "autograd gives"),
     WithGradientIntoReceived: ("frozen models", "detach"),

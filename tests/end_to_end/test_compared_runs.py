@@ -8,6 +8,7 @@ import torch
 from client_fixtures import assert_same_bits, differ
 from flwr.app import Message
 from method_fixtures import METHODS
+from run_fixtures import history_of
 from safetensors.torch import load_file
 
 from client_app.evaluation import evaluate
@@ -66,10 +67,6 @@ def run(method, **keys):
     return finished[key]
 
 
-def history(path):
-    return [json.loads(line) for line in (path / "history.jsonl").read_text().splitlines()]
-
-
 def checkpoint(path, number):
     """(global arrays, what the strategy keeps) after a round."""
     (file,) = (path / "checkpoints").glob(f"round-{number:05d}*.safetensors")
@@ -91,7 +88,7 @@ def model_after(path, number=2):
 @pytest.mark.parametrize("method", METHODS)
 def test_two_rounds_of_three_clients_one_of_which_joins_late(method):
     path = run(method)
-    lines = history(path)
+    lines = history_of(path)
     assert [line["participants"] for line in lines] == [
         ["client-0000", "client-0002"],
         ["client-0001", "client-0002"],
@@ -131,7 +128,8 @@ def test_the_global_models_are_fedavgs_to_the_bit(method, keys):
     plain, path = run("fedavg"), run(method, **keys)
     for number in (1, 2):
         assert_same_bits(model_after(path, number), model_after(plain, number))
-    assert [line["global"] for line in history(path)] == [line["global"] for line in history(plain)]
+    ours, theirs = ([line["global"] for line in history_of(each)] for each in (path, plain))
+    assert ours == theirs
 
 
 def test_scaffolds_first_round_is_fedavgs():
@@ -142,9 +140,9 @@ def test_scaffolds_first_round_is_fedavgs():
 
 
 def test_fedavg_ft_of_no_epochs_is_judged_as_the_global_model():
-    for line in history(run("fedavg-ft", **{"fedavg-ft__epochs": 0})):
+    for line in history_of(run("fedavg-ft", **{"fedavg-ft__epochs": 0})):
         assert line["personal"] == line["local_global"]
-    tuned = history(run("fedavg-ft"))[-1]
+    tuned = history_of(run("fedavg-ft"))[-1]
     assert tuned["personal"] != tuned["local_global"]
 
 
@@ -170,7 +168,7 @@ def test_fedacg_with_another_loss_sends_wh_and_judges_w(monkeypatch):
         evaluate_clients="all",
         num_rounds=3,
     )
-    assert history(path)[0]["losses"]["look-ahead"] >= 0
+    assert history_of(path)[0]["losses"]["look-ahead"] >= 0
     trained_from = [arrays for kind, arrays in sent if kind == "train"][::2]  # of two clients
     judged = [arrays for kind, arrays in sent if kind == "evaluate"][::3]
     assert len(trained_from) == len(judged) == 3
@@ -191,7 +189,7 @@ def test_fedacg_with_another_loss_sends_wh_and_judges_w(monkeypatch):
     model = model_for(config, source)
     model.load_state_dict(model_after(path, 3))
     score = evaluate(model, test)
-    assert history(path)[-1]["global"] == {"accuracy": score.accuracy, "loss": score.loss}
+    assert history_of(path)[-1]["global"] == {"accuracy": score.accuracy, "loss": score.loss}
 
 
 # --- what is kept ---------------------------------------------------------------------------------
@@ -243,7 +241,7 @@ def test_a_clients_model_as_loaded_is_the_one_that_was_judged(case):
     method = case.split(",")[0]
     path = run(method, num_rounds=3, **PERSONAL[case])
     config = resolve_config(BASE | {"method": method})
-    judged = history(path)[-1]["personal"]["clients"]
+    judged = history_of(path)[-1]["personal"]["clients"]
     assert len(set(judged.values())) > 1
     for partition, client in enumerate(CLIENTS):
         node = {"partition-id": partition, "num-partitions": 3}
@@ -262,7 +260,7 @@ def test_heads_tuned_for_the_last_evaluation_are_not_handed_out_as_if_they_were_
 
 def test_private_heads_leave_no_global_model():
     path = run("fedbabu", num_rounds=3, **PERSONAL["fedbabu, private heads"])
-    assert all("global" not in line for line in history(path))
+    assert all("global" not in line for line in history_of(path))
     with pytest.raises(
         ValueError, match=r"fedbabu has no global model: .* \(--client, or load_model"
     ):
@@ -323,7 +321,7 @@ def test_a_run_killed_in_its_third_round_ends_as_if_it_had_not_been(case, home, 
     differing = {"seconds", "client_seconds", "client_cpu_seconds"}
     differing |= {"bytes_down", "evaluation_bytes_down"}
     lines, others = (
-        [{k: v for k, v in line.items() if k not in differing} for line in history(f)]
+        [{k: v for k, v in line.items() if k not in differing} for line in history_of(f)]
         for f in (path, whole)
     )
     assert lines == others
@@ -337,7 +335,7 @@ def test_a_run_whose_schedule_depends_on_its_length_cannot_be_made_longer():
 
 def test_a_client_without_some_classes_takes_part_in_fedpac():
     path = run("fedpac", partition="classes", classes_per_client=4, num_rounds=3)
-    for line in history(path):
+    for line in history_of(path):
         assert line["left_out"] == {}
         assert all(math.isfinite(v) for v in line["losses"].values())
     _, state = checkpoint(path, 3)

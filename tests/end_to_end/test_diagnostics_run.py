@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from client_fixtures import add_model
+from client_fixtures import add_small_cnn
 from printed_formulas import cka_as_printed, covariances
 from run_fixtures import (
     NUM_CLIENTS,
@@ -28,7 +28,6 @@ import server_app.inline
 import server_app.rounds
 from client_app.methods import method_of
 from client_app.setup import build_network, model_for, open_source
-from models.cnn import _plain_cnn
 from protocol.config import DIAGNOSTICS, resolve_config
 from server_app.diagnostics.comparison import (
     DEVIATIONS,
@@ -214,10 +213,7 @@ def test_fedreco_is_measured_by_the_clients_own_models_not_by_their_gradients(ru
 
 
 def test_clients_of_another_architecture_are_compared_at_features_and_logits(run, monkeypatch):
-    def build(input_shape):
-        return _plain_cnn(input_shape, kernel=3, conv_widths=(4,), fc_widths=(84,))
-
-    add_model(monkeypatch, "small-cnn", build)
+    add_small_cnn(monkeypatch)
     models = {"method": "fedreco", "client-models": "cnn-fedreco, small-cnn"}
     folder = run(PERSONAL | models | {"diagnostics": "all"}, num_clients=2)
     numbers = history_of(folder)[-1]["diagnostics"]

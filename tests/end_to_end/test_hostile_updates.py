@@ -1,6 +1,5 @@
 """Whole runs with a hostile site, which lies about its samples or sends absurd arrays."""
 
-import json
 import logging
 from dataclasses import replace
 
@@ -11,7 +10,16 @@ from flwr.app import Error, Message, MessageType
 from flwr.common.constant import ErrorCode
 from hypothesis import given
 from hypothesis import strategies as st
-from run_fixtures import SMALL, final_model, history_of, same_bits, summary_of, without_pictures
+from run_fixtures import (
+    SMALL,
+    accuracy_of,
+    audit_of,
+    final_model,
+    history_of,
+    same_bits,
+    summary_of,
+    without_pictures,
+)
 
 import client_app.app
 from data.sources import load_source
@@ -101,10 +109,6 @@ def run(grid, tmp_path, **keys):
     # a name of its own: these sites have state of the runs of other tests, by run name
     where = {"output-dir": str(tmp_path), "run-name": tmp_path.name}
     return run_federation(grid, SMALL | where | own).path
-
-
-def accuracy_of(folder):
-    return summary_of(folder)["results"]["global.accuracy"]["final"]
 
 
 # --- a lying sample count -------------------------------------------------------------------------
@@ -268,11 +272,6 @@ def test_counts_beside_the_model_are_those_of_the_roster(sites, tmp_path):
 
 
 # --- the audit log --------------------------------------------------------------------------------
-
-
-def audit_of(folder, event):
-    lines = [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["event"] == event]
 
 
 def test_an_update_that_ends_the_run_is_in_the_audit_log(sites, tmp_path):

@@ -1,7 +1,6 @@
 """`keel run` and `keel resume` in this process, and a run that is stopped."""
 
 import errno
-import json
 import os
 import re
 import signal
@@ -14,6 +13,7 @@ import pytest
 from run_fixtures import (
     all_models,
     assert_same_run,
+    audit_of,
     history_of,
     only_run,
     same_bits,
@@ -53,10 +53,6 @@ def long_run(**how):
     finally:
         process.kill()
         process.wait(timeout=60)
-
-
-def audit_of(directory):
-    return [json.loads(line) for line in (directory / "audit.jsonl").read_text().splitlines()]
 
 
 def test_a_run_shows_its_plan_then_a_line_a_round(home, capsys):
@@ -182,8 +178,7 @@ def test_a_run_whose_end_could_not_be_written_is_completed_by_a_resume(
         assert main(["run", "run-name=cut", *SMALL, "--clients", "2"]) == 1
     whole, cut = (home / "runs" / name for name in ("whole", "cut"))
     assert SavedRun(cut).state == state
-    ends = [line for line in audit_of(cut) if line["event"] == "ended"]
-    assert [line["status"] for line in ends] == [noted]
+    assert [line["status"] for line in audit_of(cut, "ended")] == [noted]
     monkeypatch.setattr(server_app.manifest, "code_version", lambda: "another")  # trains no round
     assert main(["resume"]) == 0  # the one run that has not finished
     assert SavedRun(cut).state == "finished"

@@ -7,13 +7,14 @@ import threading
 
 import pytest
 import torch
-from client_fixtures import add_model
+from client_fixtures import add_small_cnn
 from flwr.app import Error, Message
 from run_fixtures import (
     NUM_CLIENTS,
     SMALL,
     all_models,
     assert_same_run,
+    audit_of,
     history_of,
     resume,
     same_bits,
@@ -30,7 +31,6 @@ import strategies.average
 import strategies.validation
 from client_app.methods import method_of
 from client_app.setup import build_network
-from models.cnn import _plain_cnn
 from protocol.config import resolve_config
 from protocol.messages import tensors
 from server_app.exchange import Exchange
@@ -162,9 +162,8 @@ def test_a_client_whose_extra_is_rejected_takes_no_other_with_it(
         left_out = [line["left_out"] for line in history_of(other)]
         assert left_out == [{}, *[{"client-0002": "it is odd"}] * 2]
         assert same_bits(all_models(other), all_models(whole))
-        lines = map(json.loads, (other / "audit.jsonl").read_text().splitlines())
-        sent = [each for each in lines if each.get("round") == 2 and each.get("kind") == "train"]
-        sent = [each for each in sent if each["event"] == "sent"]
+        sent = [line for line in audit_of(other, "sent") if line["round"] == 2]
+        sent = [line for line in sent if line["kind"] == "train"]
         assert history_of(other)[1]["bytes_down"] == sum(each["bytes"] for each in sent)
         if num_workers == 1:
             others = [name for name in sent[0]["clients"] if name != "client-0002"]
@@ -309,10 +308,7 @@ def test_more_workers_than_clients_give_the_same_bits(run, tmp_path):
 
 
 def test_the_models_of_many_clients_follow_from_the_config(tmp_path, monkeypatch):
-    def build(input_shape):
-        return _plain_cnn(input_shape, kernel=3, conv_widths=(4,), fc_widths=(84,))
-
-    add_model(monkeypatch, "small-cnn", build)
+    add_small_cnn(monkeypatch)
     monkeypatch.setattr(server_app.simulated_roster, "MAX_LISTED", NUM_CLIENTS - 1)
     keys = {"method": "fedreco", "client-models": "cnn-fedreco,small-cnn", "num-rounds": 1}
     keys |= {"local-test-fraction": 0.2, "output-dir": str(tmp_path)}
@@ -347,7 +343,7 @@ def test_nothing_is_asked_of_clients_that_are_not_sampled(run, tmp_path, monkeyp
     keys["data-fraction"] = 1.0  # a sample for each
     folder = run(keys, 1400)
     assert asked == [("train", 3), ("train", 3)]
-    lines = [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
+    lines = audit_of(folder)
     assert [line["event"] for line in lines][:2] == ["started", "joined"]
     assert lines[1]["simulated"] == 1400
 
@@ -415,10 +411,7 @@ def test_no_client_is_asked_twice_for_the_same_score(run, monkeypatch, every):
     ],
 )
 def test_the_server_scores_clients_that_have_not_trained_as_they_do(run, monkeypatch, keys):
-    def build(input_shape):
-        return _plain_cnn(input_shape, kernel=3, conv_widths=(4,), fc_widths=(84,))
-
-    add_model(monkeypatch, "small-cnn", build)
+    add_small_cnn(monkeypatch)
     keys = KEYS | keys | {"fraction-train": 1 / NUM_CLIENTS, "local-test-fraction": 0.4}
     num_asked, ask = [], server_app.rounds.evaluate_on_clients
     monkeypatch.setattr(

@@ -6,7 +6,15 @@ import math
 import pytest
 from bad_updates import BAD_CLIENT, BAD_NODE, KINDS, FaultyGrid, run_with
 from flwr.app import Message, MessageType
-from run_fixtures import SMALL, final_model, history_of, same_bits, summary_of, without_pictures
+from run_fixtures import (
+    SMALL,
+    accuracy_of,
+    final_model,
+    history_of,
+    same_bits,
+    summary_of,
+    without_pictures,
+)
 
 from protocol.messages import TrainReply, read_reply, reply_content
 from server_app.federation import run_federation
@@ -28,10 +36,6 @@ def without_it(tmp_path_factory):
     """The run in which the client does not answer at all in that round."""
     output = {"output-dir": str(tmp_path_factory.mktemp("without"))}
     return run_with("no reply", [bad_round], keys | output)
-
-
-def accuracy_of(folder):
-    return summary_of(folder)["results"]["global.accuracy"]["final"]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "no reply"])

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from client_fixtures import (
     NUM_CLASSES,
     SHAPE,
-    add_model,
+    add_small_cnn,
     assert_close,
     assert_same_bits,
     differ,
@@ -24,7 +24,6 @@ from client_app.methods.fedreco import Extractor, consensus_gradient, representa
 from client_app.process_cache import ProcessCache
 from client_app.samples import Samples
 from client_app.setup import build_network, representation_width
-from models.cnn import _plain_cnn
 from protocol.config import config_from_json
 from strategies.fedreco import FedReCoServer
 
@@ -427,11 +426,7 @@ def test_u_0_is_frozen_with_the_norms_that_were_sent_while_u_i_trains():
 @pytest.fixture
 def small_cnn(monkeypatch):
     """`small-cnn`: one convolution, one fully connected layer, as wide as cnn-fedreco's 84."""
-
-    def build(input_shape):
-        return _plain_cnn(input_shape, kernel=3, conv_widths=(4,), fc_widths=(84,))
-
-    add_model(monkeypatch, "small-cnn", build)
+    add_small_cnn(monkeypatch)
     return "small-cnn"
 
 
