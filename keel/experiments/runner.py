@@ -167,8 +167,8 @@ def run_recipe(
     cells: Sequence[Cell],
     options: Options,
     output: Path,
-    resources: Resources | None = None,
-    console: Console | None = None,
+    resources: Resources,
+    console: Console,
 ) -> dict[str, str]:
     """Run everything that has not ended; returns the reason for each run that failed.
 
@@ -178,7 +178,6 @@ def run_recipe(
     Runs that another runner works on are left to it, and waited for. A run that was killed is
     resumed once. KeyboardInterrupt ends the runs under way; the next call resumes them.
     """
-    console = console or Console()
     failed: dict[str, str] = {}
     begun = time.time()
     with locked(output):
@@ -186,7 +185,7 @@ def run_recipe(
         options = replace(options, tuned_on=save_job(recipe, options, output, cells)[0])
     with (
         progress_bars(console) as progress,
-        RayTasks(resources or Resources(), output, with_data) as tasks,
+        RayTasks(resources, output, with_data) as tasks,
     ):
         running: list[ActiveRun] = []
         own: set[str] = set()  # runs that were started here

@@ -330,18 +330,15 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
             return JSONResponse({"version": now, "html": html, "charts": charts})
 
     @app.get("/compare.csv")
-    def compare_csv(request: Request, ids: list[str] = Ids) -> Response:
-        with store.lock:
-            view = view_of(request.query_params)
-            text = compare_page.as_csv(compared(ids, view)[1], view)
-        return download(text, "compare.csv", "text/csv")
-
     @app.get("/compare.tex")
-    def compare_tex(request: Request, ids: list[str] = Ids) -> Response:
+    def compare_table(request: Request, ids: list[str] = Ids) -> Response:
+        name = request.url.path[1:]
+        is_csv = name.endswith("csv")
+        as_text = compare_page.as_csv if is_csv else compare_page.as_latex
         with store.lock:
             view = view_of(request.query_params)
-            text = compare_page.as_latex(compared(ids, view)[1], view)
-        return download(text, "compare.tex", "text/plain")
+            text = as_text(compared(ids, view)[1], view)
+        return download(text, name, "text/csv" if is_csv else "text/plain")
 
     # --- deployment ---------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ from keel.experiments.rendering import ours as cell_text
 from keel.experiments.rendering import section_of, write_report
 from keel.experiments.runs import Options, Run, code_of, run_of
 from keel.experiments.summary import Evidence, curves_of
-from keel.experiments.tasks import KilledError, claimed, overrides_of
+from keel.experiments.tasks import KilledError, Resources, claimed, overrides_of
 from protocol.code import code_version
 from protocol.config import resolve_config
 
@@ -263,7 +263,7 @@ def ran(
     monkeypatch.setattr(runner, "RayTasks", tasks)
     with io.StringIO() as text:
         console = Console(file=text, soft_wrap=True, highlight=False)
-        failed = runner.run_recipe(recipe, recipe.cells, how, output, console=console)
+        failed = runner.run_recipe(recipe, recipe.cells, how, output, Resources(), console)
         return tasks.started, text.getvalue(), failed
 
 
