@@ -138,7 +138,7 @@ def test_the_capabilities_of_a_method_are_one_short_line(capsys):
     assert as_json(capsys, "methods", "fedreco")["capabilities"]["is_personal"] is True
 
 
-def test_keys_shows_those_that_begin_alike_and_refuses_others(capsys):
+def test_keys_shows_those_that_begin_alike_and_refuses_others(refusal, capsys):
     assert main(["keys", "privacy."]) == 0
     shown = capsys.readouterr().out
     assert "privacy.delta" in shown
@@ -146,16 +146,13 @@ def test_keys_shows_those_that_begin_alike_and_refuses_others(capsys):
     assert main(["keys", "moon.mu"]) == 0
     assert capsys.readouterr().out.startswith("moon.mu=")
     assert {row["key"].partition(".")[0] for row in as_json(capsys, "keys", "fedcka")} == {"fedcka"}
-    assert main(["keys", "lrr"]) == 2
-    assert capsys.readouterr().err == "error: config key = 'lrr' is unknown; did you mean lr?\n"
-    assert main(["keys", "qqqqqq"]) == 2
-    assert capsys.readouterr().err.endswith("is unknown. `keel keys` lists all.\n")
+    assert refusal("keys", "lrr") == "error: config key = 'lrr' is unknown; did you mean lr?\n"
+    assert refusal("keys", "qqqqqq").endswith("is unknown. `keel keys` lists all.\n")
 
 
-def test_unknown_names_are_refused_in_one_line(capsys):
+def test_unknown_names_are_refused_in_one_line(refusal):
     for command in ("methods", "models", "datasets", "presets"):
-        assert main([command, "fedxyz"]) == 2
-        assert "fedxyz" in capsys.readouterr().err
+        assert "fedxyz" in refusal(command, "fedxyz")
 
 
 @pytest.mark.end_to_end

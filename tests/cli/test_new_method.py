@@ -57,10 +57,9 @@ def test_taken_and_bad_names_are_refused_and_nothing_is_written(
     assert {path: path.stat().st_mtime_ns for path in checkout.rglob("*.py")} == before
 
 
-def test_a_word_of_python_is_refused_as_such(capsys):
-    assert main(["new-method", "class"]) == 2
+def test_a_word_of_python_is_refused_as_such(refusal):
     line = "error: 'class' is a keyword of Python: choose another name, such as fed-class\n"
-    assert capsys.readouterr().err == line
+    assert refusal("new-method", "class") == line
 
 
 def test_a_wheel_is_no_place_for_new_methods(monkeypatch, tmp_path):

@@ -100,9 +100,8 @@ def test_what_the_user_sees_of_a_mistake(word, line, capsys):
     assert said.out == ""
 
 
-def test_spaces_around_the_equals_sign_are_named(capsys):
-    assert main(["run", "lr", "=", "0.1"]) == 2
-    assert capsys.readouterr().err == "error: write KEY=VALUE without spaces around =\n"
+def test_spaces_around_the_equals_sign_are_named(refusal):
+    assert refusal("run", "lr", "=", "0.1") == "error: write KEY=VALUE without spaces around =\n"
 
 
 def enumerated_options():
@@ -127,15 +126,12 @@ def test_a_misspelt_name_is_answered_with_the_nearest(key, name):
         checked_config({key: misspelt})
 
 
-def test_several_mistakes_are_named_at_once(capsys):
-    assert main(["run", "alpha=abc", "flipp=true", "alpha=1"]) == 2
-    line = capsys.readouterr().err
+def test_several_mistakes_are_named_at_once(refusal):
+    line = refusal("run", "alpha=abc", "flipp=true", "alpha=1")
     assert "alpha = 'abc': expected a number" in line
     assert "'flipp' is unknown; did you mean flip?" in line
-    assert main(["run", "num-rounds=0", "lr=-1", "batch-size=0"]) == 2
-    line = capsys.readouterr().err
+    line = refusal("run", "num-rounds=0", "lr=-1", "batch-size=0")
     assert all(text in line for text in ("num-rounds = 0", "lr = -1", "batch-size = 0"))
-    assert line.count("\n") == 1
 
 
 @pytest.mark.parametrize("beta", [1.0, 2.0])

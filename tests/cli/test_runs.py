@@ -149,14 +149,13 @@ def test_runs_are_found_by_path_name_and_unique_beginning(two, tmp_path):
 
 
 @pytest.mark.parametrize("command", [["diagnose"], ["experiments", "verify"], ["status"]])
-def test_every_command_finds_a_run_by_its_name(two, command, capsys):
+def test_every_command_finds_a_run_by_its_name(two, command, refusal, capsys):
     (two / "one" / "model.safetensors").unlink()  # enough to tell that it was found
     (two / "one" / "history.jsonl").write_text("{}\n")
     assert main([*command, "on"]) in (1, 2)
     captured = capsys.readouterr()
     assert str(two / "one") in " ".join((captured.out + captured.err).split())
-    assert main([*command, "nope"]) == 2
-    assert capsys.readouterr().err == (
+    assert refusal(*command, "nope") == (
         f"error: there is no run 'nope' in {two}; `keel list` shows what there is\n"
     )
 
@@ -191,17 +190,14 @@ def test_a_directory_that_cannot_be_written_names_its_variable(
     assert error.count("\n") == 1
 
 
-def test_a_home_without_runs_is_one_line(home, capsys):
-    assert main(["status"]) == 2
-    assert capsys.readouterr().err == (
+def test_a_home_without_runs_is_one_line(home, refusal, capsys):
+    assert refusal("status") == (
         f"error: there is no run in {home / 'runs'} yet; `keel run` starts one\n"
     )
     assert main(["list"]) == 0
     assert f"no runs in {home / 'runs'} yet" in capsys.readouterr().out
-    assert main(["list", "/nowhere"]) == 2
-    assert capsys.readouterr().err == "error: /nowhere is not a directory\n"
-    assert main(["status", "/no/where"]) == 2
-    assert capsys.readouterr().err == "error: /no/where does not exist\n"
+    assert refusal("list", "/nowhere") == "error: /nowhere is not a directory\n"
+    assert refusal("status", "/no/where") == "error: /no/where does not exist\n"
 
 
 # --- list ----------------------------------------------------------------------------------------
@@ -326,30 +322,26 @@ def test_a_run_that_is_removed_while_runs_are_listed_breaks_no_list(two, monkeyp
     assert "other" in capsys.readouterr().out
 
 
-def test_a_run_that_is_not_running_cannot_be_stopped(two, capsys):
-    assert main(["stop", "one"]) == 2
-    assert capsys.readouterr().err == "error: one is not running: finished\n"
+def test_a_run_that_is_not_running_cannot_be_stopped(two, refusal):
+    assert refusal("stop", "one") == "error: one is not running: finished\n"
 
 
-def test_stop_and_resume_need_no_name_where_one_run_alone_is_meant(two, capsys, monkeypatch):
+def test_stop_and_resume_need_no_name_where_one_run_alone_is_meant(two, refusal, monkeypatch):
     asked = []
     monkeypatch.setattr("keel.cli.run.executed", lambda overrides, options: asked.append(overrides))
     for command in ("stop", "resume"):
-        assert main([command]) == 2
-        assert f"error: no run in {two} can be {command}" in capsys.readouterr().err
+        assert f"error: no run in {two} can be {command}" in refusal(command)
     (two / "one" / "summary.json").unlink()
     assert main(["resume", "num-rounds=5"]) == 0
     assert asked == [{"resume": str(two / "one"), "num-rounds": 5}]
     (two / "one" / ".lock").write_text("1")  # a process's id
     with (two / "one" / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert main(["resume"]) == 2  # it is running
+        refusal("resume")  # it is running
         monkeypatch.setattr("keel.cli.runs.is_flower", lambda pid: True)
-        assert main(["stop"]) == 2
-        assert "one was started by `flwr run`" in capsys.readouterr().err
+        assert "one was started by `flwr run`" in refusal("stop")
     (two / "other" / "summary.json").unlink()
-    assert main(["resume"]) == 2
-    said = capsys.readouterr().err
+    said = refusal("resume")
     assert said.startswith("error: 2 runs can be resumed: ")
     assert said.endswith("; name one: keel resume RUN\n")
 
@@ -396,11 +388,10 @@ def test_compare_is_a_table_with_the_keys_that_differ_and_a_plot(two, tmp_path, 
         assert image.width > 500
 
 
-def test_a_plot_is_a_file_with_a_suffix(two, tmp_path, capsys):
+def test_a_plot_is_a_file_with_a_suffix(two, tmp_path, refusal):
     bare = tmp_path / "bare"  # Matplotlib would append the suffix
     for given, example in ((tmp_path, tmp_path / "plot.png"), (bare, tmp_path / "bare.png")):
-        assert main(["compare", "one", "-o", str(given)]) == 2
-        said = capsys.readouterr().err
+        said = refusal("compare", "one", "-o", str(given))
         assert said == f"error: --output {given}: name a file, such as {example}\n"
 
 
@@ -504,17 +495,15 @@ def test_the_model_of_a_stopped_run_is_named_as_such(two, images, caplog):
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no image"])
-def test_what_is_no_image_is_one_line_naming_it(trained, tmp_path, capsys, content):
+def test_what_is_no_image_is_one_line_naming_it(trained, tmp_path, refusal, content):
     path = tmp_path / "x.png"
     if content is not None:
         path.write_bytes(content)
-    assert main(["predict", str(trained), str(path)]) == 2
-    said = capsys.readouterr().err
+    said = refusal("predict", str(trained), str(path))
     assert str(path) in said
-    assert said.count("\n") == 1
 
 
-def test_predict_reads_an_image_as_training_does(trained, tmp_path, capsys):
+def test_predict_reads_an_image_as_training_does(trained, tmp_path, refusal, capsys):
     """Turned as its EXIF data says; not with 16 bits."""
     grey = np.random.default_rng(0).integers(0, 256, (32, 32), dtype=np.uint8)
     exif = Image.Exif()
@@ -526,15 +515,18 @@ def test_predict_reads_an_image_as_training_does(trained, tmp_path, capsys):
     first, second = json.loads(capsys.readouterr().out)
     assert first["probability"] == second["probability"]
     Image.fromarray(grey.astype(np.uint16) * 257).save(deep)
-    assert main(["predict", str(trained), str(deep)]) == 2
-    assert f"{deep}: its pixels have Pillow's mode 'I;16'; expected" in capsys.readouterr().err
+    assert f"{deep}: its pixels have Pillow's mode 'I;16'; expected" in refusal(
+        "predict", str(trained), str(deep)
+    )
 
 
-def test_an_export_to_a_directory_or_of_a_client_s_history_is_refused(trained, tmp_path, capsys):
-    assert main(["export", str(trained), "--to", "torchscript", "-o", str(tmp_path)]) == 2
-    assert f"{tmp_path} is a directory: name a file, such as" in capsys.readouterr().err
-    assert main(["export", str(trained), "--to", "csv", "--client", "foo"]) == 2
-    assert "--client does not apply to --to csv" in capsys.readouterr().err
+def test_an_export_to_a_directory_or_of_a_client_s_history_is_refused(trained, tmp_path, refusal):
+    assert f"{tmp_path} is a directory: name a file, such as" in refusal(
+        "export", str(trained), "--to", "torchscript", "-o", str(tmp_path)
+    )
+    assert "--client does not apply to --to csv" in refusal(
+        "export", str(trained), "--to", "csv", "--client", "foo"
+    )
 
 
 def test_a_run_exports_as_csv(trained, tmp_path, capsys):
@@ -583,12 +575,11 @@ def test_onnx_gives_the_models_logits(trained, tmp_path):
     assert tuple(json.loads(metadata.value)) == load_model(trained).class_names
 
 
-def test_without_the_extra_the_export_says_what_to_install(trained, tmp_path, monkeypatch, capsys):
+def test_without_the_extra_the_export_says_what_to_install(trained, tmp_path, monkeypatch, refusal):
     found = importlib.util.find_spec
     monkeypatch.setattr(
         "keel.cli.export.find_spec", lambda name: None if "onnx" in name else found(name)
     )
-    assert main(["export", str(trained), "--to", "onnx", "-o", str(tmp_path / "m")]) == 2
-    assert capsys.readouterr().err == (
+    assert refusal("export", str(trained), "--to", "onnx", "-o", str(tmp_path / "m")) == (
         "error: --to onnx needs onnx and onnxscript: pip install 'keel[export]'\n"
     )
