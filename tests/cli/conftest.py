@@ -16,3 +16,14 @@ def refusal(capsys):
         return error
 
     return error_of
+
+
+@pytest.fixture
+def printed(capsys):
+    """printed("list"): what such a command prints; its exit code is 0."""
+
+    def output_of(*words):
+        assert main(words) == 0
+        return capsys.readouterr().out
+
+    return output_of

@@ -30,13 +30,12 @@ def speed(monkeypatch):
     monkeypatch.setattr(catalog, "num_cores", lambda: 1)
 
 
-def as_json(capsys, *words):
-    assert main([*words, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+def as_json(printed, *words):
+    return json.loads(printed(*words, "--json"))
 
 
-def test_every_method_is_listed_with_its_traffic(capsys):
-    rows = {row["name"]: row for row in as_json(capsys, "methods")}
+def test_every_method_is_listed_with_its_traffic(printed):
+    rows = {row["name"]: row for row in as_json(printed, "methods")}
     assert tuple(rows) == method_names()
     # from the definitions: SCAFFOLD sends a control variate beside the model, both ways
     assert rows["fedavg"]["traffic"] == 1
@@ -47,16 +46,16 @@ def test_every_method_is_listed_with_its_traffic(capsys):
     assert not rows["fedprox"]["stateful"]
 
 
-def test_traffic_of_fedrep_lacks_the_classifier(capsys):
+def test_traffic_of_fedrep_lacks_the_classifier(printed):
     model = build("cnn-fedintr", "cpu")
     head = sum(p.numel() for p in model.classifier.parameters())
     whole = sum(p.numel() for p in model.parameters())
-    rows = {row["name"]: row for row in as_json(capsys, "methods")}
+    rows = {row["name"]: row for row in as_json(printed, "methods")}
     assert rows["fedrep"]["traffic"] == pytest.approx(1 - head / whole, abs=1e-4)
 
 
-def test_a_method_shows_every_option_with_default_and_range(capsys):
-    shown = as_json(capsys, "methods", "fedprox")
+def test_a_method_shows_every_option_with_default_and_range(printed):
+    shown = as_json(printed, "methods", "fedprox")
     options = {row["option"]: row for row in shown["options"]}
     keys = {key for key in default_config() if key.startswith("fedprox.")}
     assert options.keys() == keys
@@ -77,75 +76,71 @@ def test_a_method_shows_every_option_with_default_and_range(capsys):
         (["keys", "flip"], {"flip": default_config()["flip"]}),
     ],
 )
-def test_values_are_shown_as_they_are_typed(words, expected, speed, monkeypatch, capsys):
+def test_values_are_shown_as_they_are_typed(words, expected, speed, monkeypatch, printed):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "240")
-    assert main(words) == 0
-    text = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    text = re.sub(r"\x1b\[[\d;]*m", "", printed(*words))
     rows = [line.split() for line in text.splitlines() if line.strip()]
     at = 2 if words[0] != "presets" else 1  # the type comes before a default
     shown = [f"{row[0]}={row[at]}" for row in rows if row[0] in expected]
     assert parse_overrides(shown) == expected
 
 
-def test_the_markdown_table_has_one_row_a_method(capsys):
-    assert main(["methods", "--markdown"]) == 0
-    _, _, *rows = capsys.readouterr().out.splitlines()
+def test_the_markdown_table_has_one_row_a_method(printed):
+    _, _, *rows = printed("methods", "--markdown").splitlines()
     assert [row.split("`")[1] for row in rows] == list(method_names())
 
 
-def test_the_readmes_table_is_current(capsys):
+def test_the_readmes_table_is_current(printed):
     """Its rows are those printed; a new method may wait for its row."""
-    assert main(["methods", "--markdown"]) == 0
-    printed = set(capsys.readouterr().out.splitlines())
+    table = set(printed("methods", "--markdown").splitlines())
     rows = re.findall(r"^\| `[a-z-]+`(?: \(personal\))? \|.*$", README.read_text(), re.M)
     assert rows
-    assert [row for row in rows if row not in printed] == []
+    assert [row for row in rows if row not in table] == []
 
 
 @pytest.mark.end_to_end
-def test_a_listing_imports_no_torch_once_traffic_is_known(capsys):
+def test_a_listing_imports_no_torch_once_traffic_is_known(printed):
     assert main(["methods"]) == 0  # fills the cache
     code = "import sys; from keel.cli.main import main; main(['methods'])"
     code += "; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
-def test_every_key_of_the_config_is_listed_by_keys_or_by_its_method(capsys):
-    listed = {row["key"]: row for row in as_json(capsys, "keys")}
+def test_every_key_of_the_config_is_listed_by_keys_or_by_its_method(printed):
+    listed = {row["key"]: row for row in as_json(printed, "keys")}
     options = {f"{n}.{key_of(f)}" for n in method_names() for f in fields(method_spec(n).options)}
     assert listed.keys() | options >= default_config().keys()
     assert listed["lr"]["default"] == default_config()["lr"]
     assert listed["momentum"]["range"] == "a number in [0, 1)"
 
 
-def test_the_keys_of_a_pipe_are_one_line_each(capsys):
-    num_keys = len(as_json(capsys, "keys"))
-    assert main(["keys"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_the_keys_of_a_pipe_are_one_line_each(printed):
+    num_keys = len(as_json(printed, "keys"))
+    lines = printed("keys").splitlines()
     assert len(lines) == num_keys
     assert "lr=0.01  (a finite number >= 0) learning rate" in lines
     assert all(line == line.rstrip() for line in lines)
 
 
-def test_the_capabilities_of_a_method_are_one_short_line(capsys):
+def test_the_capabilities_of_a_method_are_one_short_line(printed, capsys):
     assert main(["methods", "fedreco"]) == 0
     [line] = [x for x in capsys.readouterr().out.splitlines() if x.startswith("capabilities: ")]
     assert "stateful, personal" in line
     assert "; supports mixed architectures" in line
     assert "; does not support server optimizer" in line
     assert "=" not in line
-    assert as_json(capsys, "methods", "fedreco")["capabilities"]["is_personal"] is True
+    assert as_json(printed, "methods", "fedreco")["capabilities"]["is_personal"] is True
 
 
-def test_keys_shows_those_that_begin_alike_and_refuses_others(refusal, capsys):
-    assert main(["keys", "privacy."]) == 0
-    shown = capsys.readouterr().out
+def test_keys_shows_those_that_begin_alike_and_refuses_others(refusal, printed):
+    shown = printed("keys", "privacy.")
     assert "privacy.delta" in shown
     assert "num-rounds" not in shown
-    assert main(["keys", "moon.mu"]) == 0
-    assert capsys.readouterr().out.startswith("moon.mu=")
-    assert {row["key"].partition(".")[0] for row in as_json(capsys, "keys", "fedcka")} == {"fedcka"}
+    assert printed("keys", "moon.mu").startswith("moon.mu=")
+    assert {row["key"].partition(".")[0] for row in as_json(printed, "keys", "fedcka")} == {
+        "fedcka"
+    }
     assert refusal("keys", "lrr") == "error: config key = 'lrr' is unknown; did you mean lr?\n"
     assert refusal("keys", "qqqqqq").endswith("is unknown. `keel keys` lists all.\n")
 
@@ -185,16 +180,15 @@ def test_measuring_a_model_times_it(monkeypatch):
     assert measured["step_ms"] > 0
 
 
-def test_lists_do_not_wait_for_measurements(monkeypatch, capsys):
+def test_lists_do_not_wait_for_measurements(monkeypatch, printed):
     monkeypatch.setattr(keel.benchmarks.model_speed, "measure", lambda _: pytest.fail("measured"))
     monkeypatch.setattr(catalog, "version", lambda _: "none of which a speed is known")
-    rows = as_json(capsys, "models")
+    rows = as_json(printed, "models")
     assert {row["step ms"] for row in rows} == {None}
     assert {row["name"]: row["norms"] for row in rows}["cnn-fedreco"] == "none, group"
     assert all(row["parameters"] > 0 for row in rows)
-    assert {row["expected time"] for row in as_json(capsys, "presets")} == {None}
-    assert main(["presets"]) == 0
-    *rows, caption = capsys.readouterr().out.strip().split("\n\n")
+    assert {row["expected time"] for row in as_json(printed, "presets")} == {None}
+    *rows, caption = printed("presets").strip().split("\n\n")
     assert rows[-1].count("–\n") >= len(presets()) - 1
     assert "–: not measured yet; --measure measures all" in caption
 
@@ -223,45 +217,43 @@ def test_expected_time_is_images_times_milliseconds(speed):
     assert row["expected seconds"] == pytest.approx(expected, abs=0.5)
 
 
-def test_presets_show_what_they_set(speed, capsys):
-    rows = as_json(capsys, "presets")
+def test_presets_show_what_they_set(speed, printed):
+    rows = as_json(printed, "presets")
     assert [row["name"] for row in rows] == list(presets())
-    shown = as_json(capsys, "presets", "fedcka-table1-cifar10")
+    shown = as_json(printed, "presets", "fedcka-table1-cifar10")
     assert {row["key"]: row["value"] for row in shown["keys"]} == presets()["fedcka-table1-cifar10"]
     assert shown["clients"] == 10
 
 
-def test_datasets_say_what_is_here_and_count_classes(capsys, tmp_path, monkeypatch):
+def test_datasets_say_what_is_here_and_count_classes(printed, tmp_path, monkeypatch):
     monkeypatch.setenv("KEEL_HOME", str(tmp_path))
-    rows = {row["name"]: row for row in as_json(capsys, "datasets")}
+    rows = {row["name"]: row for row in as_json(printed, "datasets")}
     assert rows["digits"]["here"] == "yes"
-    digits = as_json(capsys, "datasets", "digits")
+    digits = as_json(printed, "datasets", "digits")
     assert (digits["shape"], digits["shape as published"]) == ([1, 32, 32], [1, 8, 8])
     assert "data-dir/tiny-imagenet-200" in rows["tiny-imagenet"]["here"]
     images = np.random.default_rng(0).integers(0, 256, (9, 28, 28), dtype=np.uint8)
     labels = np.array([0, 0, 0, 0, 1, 1, 1, 2, 2])
     np.savez(tmp_path / "own.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
-    shown = as_json(capsys, "datasets", f"npz:{tmp_path / 'own.npz'}")
+    shown = as_json(printed, "datasets", f"npz:{tmp_path / 'own.npz'}")
     assert [row["train"] for row in shown["classes"]] == [4, 3, 2]
     assert shown["mean"] == [pytest.approx(images.mean() / 255, abs=1e-4)]
     assert shown["std"] == [pytest.approx(images.std() / 255, abs=1e-4)]
 
 
-def test_tables_are_printed_for_people(speed, capsys):
+def test_tables_are_printed_for_people(speed, printed):
     for words in (["methods"], ["methods", "moon"], ["models"], ["datasets"], ["presets"]):
-        assert main(words) == 0
-        assert capsys.readouterr().out.count("\n") > 5
+        assert printed(*words).count("\n") > 5
 
 
 @pytest.mark.parametrize(
     "words", [["methods"], ["methods", "fedcr"], ["models"], ["datasets"], ["presets"], ["keys"]]
 )
-def test_eighty_columns_cut_no_word(words, speed, monkeypatch, capsys):
-    everything = as_json(capsys, *words)
+def test_eighty_columns_cut_no_word(words, speed, monkeypatch, printed):
+    everything = as_json(printed, *words)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(words) == 0
-    text = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    text = re.sub(r"\x1b\[[\d;]*m", "", printed(*words))
     assert "…" not in text
     for row in everything["options"] if isinstance(everything, dict) else everything:
         first = next(iter(row.values()))
@@ -271,12 +263,11 @@ def test_eighty_columns_cut_no_word(words, speed, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("width", [20, 40, 60])
-def test_a_narrow_terminal_shows_whole_names(width, monkeypatch, capsys):
+def test_a_narrow_terminal_shows_whole_names(width, monkeypatch, printed):
     monkeypatch.setattr(catalog, "model_speed", lambda *_: None)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", str(width))
-    assert main(["presets"]) == 0
-    text = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    text = re.sub(r"\x1b\[[\d;]*m", "", printed("presets"))
     rows = [line.split() for line in text.splitlines() if line.strip()]
     assert [row[0] for row in rows if row[0] in presets()] == list(presets())
     if width == 60:  # without the column that has no time yet, the others fit

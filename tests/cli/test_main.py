@@ -60,28 +60,24 @@ print([name for name in {HEAVY} if name in sys.modules])
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
 
 
-def test_help_names_every_command(capsys):
-    assert main(["--help"]) == 0
-    shown = capsys.readouterr().out
+def test_help_names_every_command(printed):
+    shown = printed("--help")
     assert all(name in shown for name in COMMANDS)
-    assert main([]) == 0
-    assert capsys.readouterr().out == shown
+    assert printed() == shown
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_loads_and_shows_its_help(name, capsys):
+def test_every_command_loads_and_shows_its_help(name, printed):
     try:
         command = load(name)
     except Exception as error:
         if "this installation of Keel has no command" in str(error):
             pytest.skip(str(error))
         raise
-    assert main([name, "--help"]) == 0
-    shown = capsys.readouterr().out
+    shown = printed(name, "--help")
     assert f"keel {name}" in shown
     for each in getattr(command, "commands", ()):
-        assert main([name, each, "--help"]) == 0
-        shown += capsys.readouterr().out
+        shown += printed(name, each, "--help")
     assert "`" not in shown  # Markdown is rendered
 
 

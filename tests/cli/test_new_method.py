@@ -114,13 +114,11 @@ def test_a_method_whose_file_is_broken_stops_no_other(checkout, folder, use):
     assert f"{folder}/broken.py:1: '(' was never closed" in found[1].stderr
 
 
-def test_it_says_where_the_files_are_and_what_is_next(checkout, monkeypatch, capsys, tmp_path):
+def test_it_says_where_the_files_are_and_what_is_next(checkout, monkeypatch, printed, tmp_path):
     monkeypatch.setattr(new_method, "app_folder", checkout)
     monkeypatch.chdir(tmp_path)
-    assert main(["new-method", "fed-where"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = printed("new-method", "fed-where").splitlines()
     assert lines[0] == str(checkout / "client_app" / "methods" / "fed_where.py")
     assert lines[-1].endswith("`keel check-method fed-where`")
     monkeypatch.chdir(checkout)
-    assert main(["new-method", "fed-here"]) == 0
-    assert capsys.readouterr().out.startswith("client_app/methods/fed_here.py\n")
+    assert printed("new-method", "fed-here").startswith("client_app/methods/fed_here.py\n")

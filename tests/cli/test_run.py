@@ -139,11 +139,12 @@ def test_a_connection_is_checked_before_flower_has_made_its_file(tmp_path, monke
     check_connection("local")
 
 
-def test_the_plan_of_a_deployment_says_nothing_of_this_machine_s_data(home, capsys, monkeypatch):
+def test_the_plan_of_a_deployment_says_nothing_of_this_machine_s_data(
+    home, printed, capsys, monkeypatch
+):
     monkeypatch.setattr("keel.cli.engines.run_on_deployment", lambda *_: None)
     words = ["--engine", "deployment", "--federation", "a:1", "source=folder:/nowhere/data"]
-    assert main(["run", *words]) == 0
-    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    rows = dict(line.split(maxsplit=1) for line in printed("run", *words).splitlines())
     assert rows["data"] == "folder:/nowhere/data of the server; each client has its own"
     assert rows["clients"] == "all connected clients, every round"
     assert main(["run", *words, "num-clients=10", "fraction-train=0.2"]) == 0

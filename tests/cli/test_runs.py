@@ -83,13 +83,12 @@ def test_the_status_can_be_read_after_every_round_while_it_runs(run, monkeypatch
     assert "state     finished" in status_lines(SavedRun(directory))
 
 
-def test_the_status_names_recent_failures_and_changes_nothing(run, failing, capsys):
+def test_the_status_names_recent_failures_and_changes_nothing(run, failing, printed, capsys):
     directory = run(quick | {"num-rounds": 3})
     files = [path for path in directory.rglob("*") if path.is_file()]
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
     capsys.readouterr()
-    assert main(["status", str(directory)]) == 0
-    shown = capsys.readouterr().out.splitlines()
+    shown = printed("status", str(directory)).splitlines()
     accuracies = [100 * line["global"]["accuracy"] for line in history_of(directory)]
     points = ", ".join(f"round {n}: {value:.2f} %" for n, value in enumerate(accuracies, start=1))
     assert shown[0] == f"run       {directory}"
@@ -102,9 +101,8 @@ def test_the_status_names_recent_failures_and_changes_nothing(run, failing, caps
     assert before == {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
-def test_the_status_can_be_read_by_a_program(trained, capsys):
-    assert main(["status", str(trained), "--json"]) == 0
-    status = json.loads(capsys.readouterr().out)
+def test_the_status_can_be_read_by_a_program(trained, printed):
+    status = json.loads(printed("status", str(trained), "--json"))
     history = history_of(trained)
     assert (status["state"], status["rounds"], status["num_rounds"]) == ("finished", 2, 2)
     assert status["accuracy"] == history[-1]["global"]["accuracy"]
@@ -128,13 +126,12 @@ def test_a_run_elsewhere_is_named_by_its_path(two, tmp_path, capsys):
         assert status_lines(SavedRun(directory))[-1] == f"resume    keel resume {reference}"
 
 
-def test_without_a_name_the_status_is_of_the_run_that_changed_last(two, capsys):
+def test_without_a_name_the_status_is_of_the_run_that_changed_last(two, printed):
     later = time.time() + 60
     for name in ("one", "other"):
         os.utime(two / name / "history.jsonl", (later, later))
         later += 60
-        assert main(["status"]) == 0
-        assert capsys.readouterr().out.startswith(f"run       {two / name}\n")
+        assert printed("status").startswith(f"run       {two / name}\n")
 
 
 def test_runs_are_found_by_path_name_and_unique_beginning(two, tmp_path):
@@ -190,12 +187,11 @@ def test_a_directory_that_cannot_be_written_names_its_variable(
     assert error.count("\n") == 1
 
 
-def test_a_home_without_runs_is_one_line(home, refusal, capsys):
+def test_a_home_without_runs_is_one_line(home, refusal, printed):
     assert refusal("status") == (
         f"error: there is no run in {home / 'runs'} yet; `keel run` starts one\n"
     )
-    assert main(["list"]) == 0
-    assert f"no runs in {home / 'runs'} yet" in capsys.readouterr().out
+    assert f"no runs in {home / 'runs'} yet" in printed("list")
     assert refusal("list", "/nowhere") == "error: /nowhere is not a directory\n"
     assert refusal("status", "/no/where") == "error: /no/where does not exist\n"
 
@@ -203,16 +199,14 @@ def test_a_home_without_runs_is_one_line(home, refusal, capsys):
 # --- list ----------------------------------------------------------------------------------------
 
 
-def test_the_list_shows_method_data_rounds_accuracy_and_state(two, capsys):
-    assert main(["list"]) == 0
-    header, *rows = capsys.readouterr().out.splitlines()
+def test_the_list_shows_method_data_rounds_accuracy_and_state(two, printed):
+    header, *rows = printed("list").splitlines()
     assert header.split() == ["run", "method", "data", "rounds", "accuracy", "state", "age"]
     accuracy = f"{100 * history_of(two / 'one')[-1]['global']['accuracy']:.2f}"
     found = {row.split()[0]: row.split()[1:7] for row in rows}
     expected = ["fedavg", "digits", "2/2", accuracy, "%", "finished"]
     assert found == {"one": expected, "other": expected}
-    assert main(["list", "--json", "--limit", "1"]) == 0
-    [row] = json.loads(capsys.readouterr().out)
+    [row] = json.loads(printed("list", "--json", "--limit", "1"))
     assert (row["method"], row["rounds"], row["state"]) == ("fedavg", 2, "finished")
     assert main(["list", "--limit", "-1"]) == 2
 
@@ -232,15 +226,13 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize(("file", "content"), [(f, c) for f in DAMAGE for c in DAMAGE[f]])
-def test_a_damaged_file_breaks_no_list(two, capsys, monkeypatch, file, content):
+def test_a_damaged_file_breaks_no_list(two, printed, capsys, monkeypatch, file, content):
     monkeypatch.setattr(Figure, "savefig", lambda *where, **how: None)
     (two / "one" / file).write_text(content)
-    assert main(["list"]) == 0
-    shown = capsys.readouterr().out
+    shown = printed("list")
     assert "one " in shown
     assert "other" in shown
-    assert main(["list", "--json"]) == 0
-    states = {row["run"]: row["state"] for row in json.loads(capsys.readouterr().out)}
+    states = {row["run"]: row["state"] for row in json.loads(printed("list", "--json"))}
     assert states["other"] == "finished"
     if file == "config.json" and content != '{"config": {}, "overrides": []}':
         assert states["one"] == "config.json is damaged"
@@ -251,14 +243,13 @@ def test_a_damaged_file_breaks_no_list(two, capsys, monkeypatch, file, content):
 
 @pytest.mark.parametrize("file", ["summary.json", "history.jsonl", "config.json", ".lock"])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_what_is_no_plain_file_breaks_no_list(two, capsys, monkeypatch, file, make):
+def test_what_is_no_plain_file_breaks_no_list(two, printed, capsys, monkeypatch, file, make):
     """A pipe was waited for; `keel watch` ended with a StopIteration."""
     monkeypatch.setattr(Figure, "savefig", lambda *where, **how: None)
     path = two / "one" / file
     path.unlink(missing_ok=True)
     make(path)
-    assert main(["list", "--json"]) == 0
-    rows = {row["run"]: row for row in json.loads(capsys.readouterr().out)}
+    rows = {row["run"]: row for row in json.loads(printed("list", "--json"))}
     assert rows["other"]["state"] == "finished"
     if file.endswith(".json"):
         assert rows["one"]["state"] == f"{file} is damaged"
@@ -286,18 +277,16 @@ def test_a_runs_files_send_the_terminal_no_control_characters(two, capsys, monke
 
 
 @pytest.mark.parametrize("file", ["summary.json", "history.jsonl", "roster.json"])
-def test_a_missing_file_breaks_no_list(two, capsys, file):
+def test_a_missing_file_breaks_no_list(two, printed, file):
     (two / "one" / file).unlink()
-    assert main(["list"]) == 0
-    assert "one " in capsys.readouterr().out
+    assert "one " in printed("list")
     if file == "summary.json":
         assert SavedRun(two / "one").state == "interrupted"
 
 
-def test_a_finished_run_has_a_status_whatever_num_rounds_is(two, capsys):
+def test_a_finished_run_has_a_status_whatever_num_rounds_is(two, printed):
     (two / "one" / "config.json").write_text('{"config": {"num-rounds": "many"}, "overrides": {}}')
-    assert main(["status", "one"]) == 0
-    assert "round     2 of many" in capsys.readouterr().out
+    assert "round     2 of many" in printed("status", "one")
 
 
 def test_runs_are_sorted_by_their_last_change(two):
@@ -308,7 +297,7 @@ def test_runs_are_sorted_by_their_last_change(two):
 # --- stop ----------------------------------------------------------------------------------------
 
 
-def test_a_run_that_is_removed_while_runs_are_listed_breaks_no_list(two, monkeypatch, capsys):
+def test_a_run_that_is_removed_while_runs_are_listed_breaks_no_list(two, monkeypatch, printed):
     find, one = Path.glob, two / "one"
 
     def removed_once_found(base, pattern):
@@ -318,8 +307,7 @@ def test_a_run_that_is_removed_while_runs_are_listed_breaks_no_list(two, monkeyp
 
     monkeypatch.setattr(Path, "glob", removed_once_found)
     monkeypatch.setattr(Path, "exists", lambda path: True)  # as it was a moment ago
-    assert main(["list"]) == 0
-    assert "other" in capsys.readouterr().out
+    assert "other" in printed("list")
 
 
 def test_a_run_that_is_not_running_cannot_be_stopped(two, refusal):
@@ -369,10 +357,9 @@ def test_reading_a_run_keeps_nobody_from_writing_it(trained):
 # --- compare -------------------------------------------------------------------------------------
 
 
-def test_compare_is_a_table_with_the_keys_that_differ_and_a_plot(two, tmp_path, capsys):
+def test_compare_is_a_table_with_the_keys_that_differ_and_a_plot(two, tmp_path, printed):
     table, plot = tmp_path / "t.csv", tmp_path / "p.png"
-    assert main(["compare", "one", "other", "--csv", str(table), "--plot", str(plot)]) == 0
-    shown = capsys.readouterr().out
+    shown = printed("compare", "one", "other", "--csv", str(table), "--plot", str(plot))
     assert "lr=0.1" in shown
     assert "lr=0.2" in shown
     with table.open() as file:
@@ -403,24 +390,22 @@ def test_a_name_in_the_table_of_compare_is_no_formula(two, tmp_path):
         assert [row["run"] for row in csv.DictReader(file)] == ["'=HYPERLINK(1)", "other"]
 
 
-def test_a_comparison_does_not_overwrite_the_plot_of_another(two, home, capsys):
+def test_a_comparison_does_not_overwrite_the_plot_of_another(two, home, printed):
     plots = []
     for names in (["one", "other"], ["one"], ["other", "one"], ["one", "other"]):
-        assert main(["compare", *names]) == 0
-        plots.append(capsys.readouterr().out.splitlines()[-1].removeprefix("plot: "))
+        plots.append(printed("compare", *names).splitlines()[-1].removeprefix("plot: "))
     assert plots[0] == plots[3]  # the same comparison, drawn again
     assert len(set(plots)) == 3
     assert {str(path) for path in (home / "comparisons").iterdir()} == set(plots)
 
 
-def test_a_narrow_terminal_gets_fewer_columns_and_no_cut_name(two, monkeypatch, capsys):
+def test_a_narrow_terminal_gets_fewer_columns_and_no_cut_name(two, monkeypatch, printed):
     long = "20261123-120000-fedintr-table1-cifar100-second"
     (two / "one").rename(two / long)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
     for words in (["list"], ["compare", long, "other"]):
-        assert main(words) == 0
-        lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
+        lines = re.sub(r"\x1b\[[\d;]*m", "", printed(*words)).splitlines()
         assert max(map(len, lines[:3])) <= 80
         row = next(line.split() for line in lines if line.startswith(long))
         assert "finished" in row
@@ -431,14 +416,13 @@ def test_a_narrow_terminal_gets_fewer_columns_and_no_cut_name(two, monkeypatch, 
 
 
 @pytest.mark.parametrize("width", [1, 20, 30, 40])
-def test_a_terminal_as_narrow_as_a_name_gets_the_names(two, monkeypatch, capsys, width):
+def test_a_terminal_as_narrow_as_a_name_gets_the_names(two, monkeypatch, printed, width):
     monkeypatch.setattr(Figure, "savefig", lambda *where, **how: None)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", str(width))
     (two / "one").rename(two / "one-of-a-long-name")
     for words in (["list"], ["compare", "one", "other"]):
-        assert main(words) == 0
-        assert "one-of-a-long-name" in capsys.readouterr().out
+        assert "one-of-a-long-name" in printed(*words)
 
 
 def test_compare_names_an_option_only_of_the_method_that_has_it(two, capsys):
@@ -464,9 +448,8 @@ def images(tmp_path):
     return paths
 
 
-def test_predict_says_what_the_model_does(trained, images, capsys):
-    assert main(["predict", str(trained), *map(str, images), "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+def test_predict_says_what_the_model_does(trained, images, printed):
+    rows = json.loads(printed("predict", str(trained), *map(str, images), "--json"))
     model = load_model(trained)
     for row, path in zip(rows, images, strict=True):
         probabilities = model.probabilities(np.array(Image.open(path))[None])[0]
