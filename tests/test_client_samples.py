@@ -119,8 +119,7 @@ def test_every_sample_may_be_mirrored_in_one_epoch_and_not_in_the_next():
     forms = torch.zeros(2, 50, dtype=torch.int64)
     for epoch, index, variant in zip(plan.epochs, plan.index, plan.variant, strict=True):
         forms[epoch, index] = variant
-    pairs = set(zip(*forms.tolist(), strict=True))
-    assert pairs == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert set(zip(*forms.tolist(), strict=True)) == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
 @pytest.mark.parametrize("fields", [{}, {"flip": True}, {"crop_padding": 2, "rotation": 9.0}])

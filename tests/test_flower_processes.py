@@ -111,8 +111,7 @@ def test_messages_contexts_and_records_survive_serialisation():
     copied = flower_compat.from_bytes(Context, flower_compat.to_bytes(context))
     assert copied.node_config == {"name": "site-a"}
     assert copied.state == records
-    back = flower_compat.from_bytes(RecordDict, flower_compat.to_bytes(records))
-    assert back == records
+    assert flower_compat.from_bytes(RecordDict, flower_compat.to_bytes(records)) == records
 
 
 def test_the_command_line_says_that_a_superlink_is_unavailable_in_these_words():

@@ -157,8 +157,7 @@ def test_the_folder_is_fine_as_it_is(run, small_data):
 def test_an_unreadable_image_is_named(rejected, small_data, folder_source, content):
     path = folder_source / "train" / "dog" / "07.png"
     path.write_bytes(path.read_bytes()[:90] if content is None else content)
-    line = rejected(small_data)
-    assert line.startswith(f"{path}: not a readable image: ")
+    assert rejected(small_data).startswith(f"{path}: not a readable image: ")
 
 
 def test_images_of_other_sizes_are_named_with_the_way_out(rejected, small_data, folder_source):
@@ -180,8 +179,7 @@ def npz_of(path: Path, y_train: list[int]) -> str:
 @pytest.mark.parametrize(("labels", "absent"), [([0, 1, 3], 2), ([1, 2], 0)])
 def test_a_class_that_no_client_has(rejected, tmp_path, labels, absent):
     source = npz_of(tmp_path / "gap.npz", labels * 20)
-    line = rejected({"source": source, "partition": "iid"})
-    assert line == (
+    assert rejected({"source": source, "partition": "iid"}) == (
         f"no client has samples of the class '{absent}' of the run's source {source}, so it "
         "cannot be learnt: remove it from the source, or number the labels of an npz file from 0 "
         "without gaps"

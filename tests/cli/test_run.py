@@ -76,8 +76,7 @@ def test_data_that_does_not_fit_is_refused_with_code_2(home, refusal, capsys):
     ],
 )
 def test_options_that_do_not_fit_are_one_line(home, refusal, words, line):
-    said = refusal("run", *words)
-    assert said.startswith(f"error: {line}")
+    assert refusal("run", *words).startswith(f"error: {line}")
 
 
 @pytest.mark.parametrize(

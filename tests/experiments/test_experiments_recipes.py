@@ -576,8 +576,7 @@ def test_a_name_under_only_is_a_row_a_column_or_a_part_of_one():
 def test_scales_shrink_by_their_stated_factors():
     keys = {"preset": "fedintr-table1-fmnist"}  # 100 rounds, 10 epochs, batches of 512
     assert scaled(keys, SCALES["paper"]) == {}
-    hour = scaled(keys, SCALES["hour"])
-    assert hour == {
+    assert scaled(keys, SCALES["hour"]) == {
         "num-rounds": 20,
         "local-epochs": 2,
         "data-fraction": 0.25,

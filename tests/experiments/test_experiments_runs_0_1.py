@@ -107,8 +107,7 @@ def test_a_run_whose_name_had_what_it_kept_is_found(tmp_path):
 
 def test_changes_need_no_quotes_and_may_have_old_names(caplog):
     assignments = ["lr=1", "source=folder:/a b", 'model="resnet20"', "flip=true", "server=fedadam"]
-    changes = parse_changes([*assignments, "diagnostics=1"])
-    assert changes == {
+    assert parse_changes([*assignments, "diagnostics=1"]) == {
         "lr": 1,
         "source": "folder:/a b",
         "model": "resnet20",
