@@ -202,6 +202,32 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pictures: None) -> 
 
 
 @pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """refusal("run", "lr=x"): the error of such a command, one line; its exit code is 2."""
+    from keel.cli.main import main
+
+    def error_of(*words: str) -> str:
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1, error
+        return error
+
+    return error_of
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """printed("list"): what such a command prints; its exit code is 0."""
+    from keel.cli.main import main
+
+    def output_of(*words: str) -> str:
+        assert main(words) == 0
+        return capsys.readouterr().out
+
+    return output_of
+
+
+@pytest.fixture
 def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Networks and batches of the clients in float64.
 

@@ -13,7 +13,6 @@ from PIL import Image
 from run_fixtures import SMALL, assert_same_run, summary_of
 
 from keel.cli.interrupts import ENDED, STOPPING
-from keel.cli.main import main
 from keel.deployment.simulation import MARK
 from keel.runs import SavedRun
 from server_app.inline import run_inline
@@ -124,7 +123,7 @@ def test_a_second_ctrl_c_ends_a_flower_run_with_all_its_processes_at_once(tmp_pa
 
 
 @pytest.mark.slow
-def test_what_a_killed_keel_run_leaves_of_a_flower_run_is_stopped(tmp_path, monkeypatch, capsys):
+def test_what_a_killed_keel_run_leaves_of_a_flower_run_is_stopped(tmp_path, monkeypatch, printed):
     """Its SuperLink used to stay for good, and `keel stop` named `flwr stop`."""
     with started(tmp_path, *long_run) as process:
         for line in process.stdout:
@@ -132,8 +131,7 @@ def test_what_a_killed_keel_run_leaves_of_a_flower_run_is_stopped(tmp_path, monk
                 break
     assert any("flower-superlink" in command for command in started_by(tmp_path))
     monkeypatch.setenv("KEEL_HOME", str(tmp_path))
-    assert main(["stop", "cut"]) == 0
-    assert "after round" in capsys.readouterr().out
+    assert "after round" in printed("stop", "cut")
     assert_all_end(tmp_path)
     run = SavedRun(tmp_path / "runs" / "cut")
     done = run.rounds

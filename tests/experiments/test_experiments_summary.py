@@ -120,9 +120,10 @@ def test_a_history_that_was_changed_after_its_run_is_not_archived(tmp_path):
     assert archived.read_bytes() == before
 
 
-def test_an_archive_of_nothing_is_refused(tmp_path, capsys):
-    assert main(["experiments", "archive", str(tmp_path), "--output", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: --output {tmp_path}: no run of a recipe")
+def test_an_archive_of_nothing_is_refused(tmp_path, refusal):
+    assert refusal("experiments", "archive", str(tmp_path), "--output", str(tmp_path)).startswith(
+        f"error: --output {tmp_path}: no run of a recipe"
+    )
 
 
 def test_verdict_and_effect_of_an_archive_are_those_of_the_runs(output):
@@ -307,22 +308,20 @@ def test_an_archive_does_not_lose_a_run_to_another_output_directory(output):
         assert sum("/later/history" in name for name in archive.namelist()) == 6
 
 
-def test_restored_runs_are_finished_and_archive_as_before(output, tmp_path, capsys):
+def test_restored_runs_are_finished_and_archive_as_before(output, tmp_path, refusal, printed):
     (path,) = pack(output, output / "histories")
     before, source = path.read_bytes(), f"folder:{tmp_path}/private/cifar10-jpg"
     shutil.rmtree(output / "runs")
     restore = ["experiments", "restore", str(path), "--output", str(output)]
     for wrong in ([], ["--source", "folder:/data/cifar10"], ["--source", "npz:/data/cifar10-jpg"]):
-        assert main([*restore, *wrong]) == 2
-        error = capsys.readouterr().err
+        error = refusal(*restore, *wrong)
         assert error.startswith(f"error: --source {(wrong or ['', ''])[1]!r}: the runs in {path} ")
         assert "'cifar10-jpg'" in error
     assert not (output / "runs").exists()
     assert main([*restore, "--source", source + "/"]) == 0
     (cut, *_) = (output / "runs").glob("*/*/config.json")
     cut.unlink()  # as if it had been interrupted
-    assert main([*restore, "--source", source]) == 0
-    paths = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    paths = [Path(line) for line in printed(*restore, "--source", source).splitlines()]
     assert len({*paths}) == 6
     (job,) = (output / "jobs").glob("*.json")
     recipe, how = load_job(job)
@@ -543,10 +542,9 @@ def test_runs_on_data_of_different_content_are_not_judged(output):
 
 
 @pytest.mark.parametrize("name", ["missing.zip", "README.md"])
-def test_what_is_no_archive_is_refused(tmp_path, capsys, name):
+def test_what_is_no_archive_is_refused(tmp_path, refusal, name):
     (tmp_path / "README.md").write_text("not a zip")
-    assert main(["experiments", "restore", str(tmp_path / name), "--output", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
+    error = refusal("experiments", "restore", str(tmp_path / name), "--output", str(tmp_path))
     assert error.startswith(f"error: {tmp_path / name}: ")
     assert "keel experiments archive" in error
 
