@@ -1,5 +1,6 @@
 """Makes a release private before it leaves the client: clips, rounds to a grid, adds noise."""
 
+import math
 import os
 from fractions import Fraction
 
@@ -41,7 +42,7 @@ def clip_to_grid(
         steps = np.trunc(values * scale / step).astype(np.int64)
         if int(np.dot(steps, steps)) <= limit:
             return steps
-        scale *= 1 - 2.0**-40
+        scale = min(scale * (1 - 2.0**-40), math.nextafter(scale, 0))  # less, however small it is
 
 
 def privatise(arrays: Arrays, ctx: RoundContext) -> Arrays:

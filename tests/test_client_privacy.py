@@ -73,6 +73,14 @@ def test_a_release_of_zeros_stays_one_and_what_is_not_finite_becomes_one(bad):
     assert clip_to_grid(np.array([bad, 0.0, bad / 2]), 1.0, 0.125).tolist() == [0, 0, 0]
 
 
+@pytest.mark.timeout(20)
+def test_a_norm_at_the_end_of_double_precision_is_reached():
+    """The factor 10^-300 / norm has no more bits there: lowering it by 2^-40 left it as it was."""
+    step = 2.0**-1005
+    steps = clip_to_grid(np.array([1e23, 2e23, 3e23]), 1e-300, step)
+    assert sum(int(k) ** 2 for k in steps) <= Fraction(1e-300 / step) ** 2
+
+
 # --- the noise ------------------------------------------------------------------------------------
 
 
