@@ -75,7 +75,8 @@ def privacy_statement(privacy: PrivacyConfig, num_entries: int, releases: int) -
     """What a run spent and what the guarantee covers, for summary.json."""
     epsilon, at_small_delta = composed_budget(privacy, releases)
     small_delta = min(privacy.delta, SMALL_DELTA)
-    sampling = (1 + math.exp(privacy.epsilon)) * SAMPLER_DISTANCE * num_entries * releases
+    # what holds for exact noise at (epsilon, delta) holds at delta + (1 + e^epsilon) distance
+    sampling = (1 + math.exp(min(at_small_delta, 700))) * SAMPLER_DISTANCE * num_entries * releases
     is_local = privacy.sensitivity == "local"
     measured = ["losses", "accuracies", "label counts", "times"]
     return {
@@ -95,7 +96,7 @@ def privacy_statement(privacy: PrivacyConfig, num_entries: int, releases: int) -
             ),
             "covers": "the clipped and noised arrays of every reply",
             "public": "numbers of training and test samples, names of the classes that occur, "
-            "whether all images can be read, network, versions, device, when it answers",
+            "whether all samples can be read, network, versions, device, when it answers",
             "withheld": measured if privacy.withholds_metrics else [],
             "exempt": [] if privacy.withholds_metrics else measured,
         },
@@ -103,6 +104,6 @@ def privacy_statement(privacy: PrivacyConfig, num_entries: int, releases: int) -
             "kind": "discrete Gaussian",
             "sigma": noise_sigma(privacy),
             "granularity": granularity(privacy, num_entries),
-            "added_to_delta": sampling,
+            "added_to_delta": min(1.0, sampling),  # to the composed delta
         },
     }

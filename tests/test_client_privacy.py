@@ -11,7 +11,14 @@ import torch
 from client_fixtures import assert_same_bits, differ, make_config, make_round
 
 from client_app.privacy import clip_to_grid, privatise
-from protocol.privacy import composed_budget, granularity, noise_multiplier, noise_sigma
+from protocol.discrete_gaussian import SAMPLER_DISTANCE
+from protocol.privacy import (
+    composed_budget,
+    granularity,
+    noise_multiplier,
+    noise_sigma,
+    privacy_statement,
+)
 
 SHAPES = {"a": (3, 4), "b": (5,), "c": (2, 1, 3, 3), "d": ()}
 
@@ -262,6 +269,27 @@ def test_the_budgets_of_20_releases_in_the_docs_are_those_that_a_run_states():
     for epsilon, delta, *stated in rows:
         privacy = private_round(float(epsilon), delta=float(delta)).config.privacy
         assert [f"{each:.2f}" for each in composed_budget(privacy, 20)] == stated
+
+
+@pytest.mark.parametrize(("epsilon", "releases"), [(0.5, 1), (0.5, 100), (0.9, 500)])
+def test_what_the_sampler_adds_to_delta_grows_with_the_composed_epsilon(epsilon, releases):
+    """P' <= P + g <= e^eps Q + delta + g <= e^eps Q' + delta + (1 + e^eps) g, eps of all releases.
+
+    g: distance of all values of all releases together. With the epsilon of one release it would be
+    5 * 10^-7 for 100 releases of 0.5, whose composed epsilon is at least 4.5.
+    """
+    privacy = private_round(epsilon).config.privacy
+    z = noise_multiplier(epsilon, privacy.delta) / math.sqrt(releases)
+    composed = max(epsilon, gaussian_epsilon(1e-5, z))
+    expected = (1 + math.exp(composed)) * SAMPLER_DISTANCE * 1e6 * releases
+    added = privacy_statement(privacy, 10**6, releases)["noise"]["added_to_delta"]
+    assert min(1, expected) <= added <= 1
+    assert releases > 1 or added == pytest.approx(expected)
+
+
+def test_what_the_sampler_adds_to_delta_is_a_number_after_any_number_of_releases():
+    privacy = private_round(0.9).config.privacy
+    assert privacy_statement(privacy, 10**6, 10**6)["noise"]["added_to_delta"] == 1
 
 
 def test_no_release_costs_nothing():
