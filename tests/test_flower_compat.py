@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.proto.node_pb2 import Node
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.retry import make_simple_http_retry_invoker
 from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
@@ -135,7 +136,8 @@ def test_the_silence_of_a_superlink_is_measured(monkeypatch):
 def http_grid(monkeypatch):
     """(Flower's grid of a deployment, the objects of its one reply, those that it has pulled)."""
     module = importlib.import_module("flwr.superlink.grid.http_grid")
-    monkeypatch.setattr(module, "pull_objects", module.pull_objects)  # put back afterwards
+    for name in ("pull_objects", "inflate_object_from_contents"):
+        monkeypatch.setattr(module, name, vars(module)[name])  # put back afterwards
     objects, pulled = {}, []
 
     def pull_object(request):
@@ -150,7 +152,11 @@ def http_grid(monkeypatch):
     )
     grid = object.__new__(module.HttpGrid)
     grid.node, grid._run = Node(node_id=1), SimpleNamespace(run_id=1)
-    client = SimpleNamespace(PullMessages=lambda request: answer, PullObject=pull_object)
+    client = SimpleNamespace(
+        PullMessages=lambda request: answer,
+        PullObject=pull_object,
+        ConfirmMessageReceived=lambda request: None,
+    )
     monkeypatch.setattr(module.HttpGrid, "_runtime_client", client)
     monkeypatch.setattr(
         module,
@@ -172,6 +178,39 @@ def test_a_reply_beyond_its_bound_is_refused_while_it_arrives(http_grid):
     assert reply.error.code in flower_compat.UNDELIVERED
     assert reply.metadata.reply_to_message_id == "asked"
     assert len(pulled) == 11
+
+
+def test_a_damaged_reply_is_an_error_and_costs_no_other_of_its_request(http_grid, task_identity):
+    """Those were confirmed, and lost: their clients were asked again."""
+    grid, objects, _ = http_grid
+    asked = Message(RecordDict(), dst_node_id=2, message_type=MessageType.TRAIN)
+    flower_compat.assign_message_id(asked, "asked")
+    reply = Message(RecordDict({"a": ConfigRecord({"b": 1})}), reply_to=asked)
+    objects |= {name: item.deflate() for name, item in get_all_nested_objects(reply).items()}
+    objects["reply"] = objects.pop(reply.object_id)
+    flower_compat.bound_reply_bytes(grid, 10_000)
+    [whole] = grid.pull_messages(["asked"])
+    assert whole.content == reply.content
+    del objects[reply.content["a"].object_id]
+    [damaged] = grid.pull_messages(["asked"])
+    assert damaged.metadata.reply_to_message_id == "asked"
+    assert damaged.error.code == flower_compat.CLIENT_FAILED
+    assert damaged.error.reason.startswith("the reply cannot be read: KeyError: ")
+
+
+def test_what_flower_logs_of_others_is_one_line_of_bounded_length(caplog):
+    logger = logging.getLogger("flwr")
+    flower_compat.log_in_one_line()
+    try:
+        with caplog.at_level(logging.INFO, logger="flwr"):
+            logger.addHandler(caplog.handler)
+            logger.info("[Fleet.GetFab] for fab_hash=%s", "x\nINFO : forged\x1b[2J" + "y" * 10_000)
+    finally:
+        logger.removeFilter(logger.filters[-1])
+        logger.removeHandler(caplog.handler)
+    line = caplog.messages[-1]
+    assert line.startswith("[Fleet.GetFab] for fab_hash=x INFO : forged [2Jyyy")
+    assert len(line) == flower_compat.MAX_LOG_CHARS
 
 
 def test_errors_that_end_a_run_are_told_from_those_of_a_reply():

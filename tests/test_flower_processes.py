@@ -33,11 +33,13 @@ from flwr.supercore.exit import exit_handler
 from flwr.supercore.grpc import GRPC_MAX_MESSAGE_LENGTH
 from flwr.supercore.inflatable.inflatable_utils import pull_objects
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
+from flwr.supercore.object_store.sql_object_store import SqlObjectStore
 from flwr.supercore.state.schema.linkstate_models import MessageIns, MessageRes
 from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
 from flwr.supercore.superexec.executor.types import ExecutionSpec
 from flwr.superlink import main
 from flwr.superlink.cli.flower_superlink import flower_superlink
+from flwr.superlink.grid import http_grid
 from flwr.superlink.servicer.runtime import runtime_handlers
 from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 from flwr.supernode.runtime.run_clientapp import run_clientapp
@@ -122,6 +124,11 @@ def test_superlink():
     assert parameters(message_handler.pull_messages) == {"request", "state", "store"}
     assert vars(fleet_servicer)["message_handler"] is message_handler, "the name that is patched"
     assert calls(fleet_servicer, "message_handler.pull_messages") == 1
+    assert calls(fleet_servicer, "message_handler.confirm_message_received") == 1
+    confirmed = parameters(message_handler.confirm_message_received)
+    assert confirmed == {"request", "state", "store"}
+    assert parameters(SqlObjectStore.preregister) == {"self", "run_id", "object_tree"}
+    assert calls(http_grid, "inflate_object_from_contents") == 1
     assert runtime_handlers.pull_messages.__module__ == runtime_handlers.__name__
     assert parameters(runtime_handlers.pull_messages) == {"request", "state", "task"}
     assert parameters(runtime_handlers.confirm_message_received) == {"request", "state", "task"}

@@ -30,7 +30,8 @@ from functools import cached_property
 from types import ModuleType
 from typing import Any, TypeVar
 
-from flwr.app import Array, Context, Message, RecordDict
+from flwr.app import Array, Context, Error, Message, RecordDict
+from flwr.app.message import make_message
 from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE, SUPERLINK_NODE_ID, ErrorCode
 from flwr.common.serde import (
     context_from_proto,
@@ -40,17 +41,22 @@ from flwr.common.serde import (
     recorddict_from_proto,
     recorddict_to_proto,
 )
+from flwr.common.serde_utils import metadata_from_proto
 from flwr.proto.message_pb2 import Context as ContextProto
 from flwr.proto.message_pb2 import Message as MessageProto
 from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
 from flwr.supercore.constant import FLWR_PRIVATE_MAX_CONCURRENT_OBJ_PULLS
 from flwr.supercore.exit import add_exit_handler
+from flwr.supercore.inflatable.inflatable_object import get_object_body
 from flwr.supercore.inflatable.inflatable_utils import (
     ObjectPullError,
     ObjectPushError,
+    inflate_object_from_contents,
     pull_objects,
 )
 from flwr.supercore.task_identity import TaskIdentity
+
+from protocol.text import in_one_line, printable
 
 # --- server and inline engine --------------------------------------------------------------------
 
@@ -211,8 +217,27 @@ class BoundedPull:
         return self.pull(object_ids, counted, **{"max_concurrent_pulls": max(1, most)} | options)
 
 
+def inflate_or_fail(object_id: str, object_contents: dict[str, bytes], **options: Any) -> Message:
+    """`inflate_object_from_contents` of a grid's module; an error for a reply that is damaged.
+
+    Replaces it: Flower raises, and with that loses the other replies of the same request, which it
+    has confirmed already. Raises still if the message itself is damaged, which Keel's SuperLink
+    refuses. No public way.
+    """
+    root = object_contents[object_id]  # inflating removes it
+    try:
+        message = inflate_object_from_contents(object_id, object_contents, **options)
+        if isinstance(message, Message):
+            return message
+        raise TypeError(f"a {type(message).__name__} in place of a message")
+    except Exception as error:
+        about = MessageProto.FromString(get_object_body(root, Message)).metadata
+        reason = in_one_line(f"the reply cannot be read: {type(error).__name__}: {error}")
+        return make_message(metadata=metadata_from_proto(about), error=Error(CLIENT_FAILED, reason))
+
+
 def bound_reply_bytes(grid: object, max_bytes: int) -> None:
-    """Let a deployment's grid refuse replies with more bytes, while they arrive.
+    """Let a deployment's grid refuse replies with more bytes, while they arrive, or damaged ones.
 
     Such a reply is an error whose reason contains TOO_LARGE. Of several bounds the largest holds,
     as replies to different messages may come at once. Does nothing in simulation.
@@ -222,6 +247,8 @@ def bound_reply_bytes(grid: object, max_bytes: int) -> None:
         return
     if not isinstance(module.pull_objects, BoundedPull):
         replace(module, "pull_objects", BoundedPull(pull_objects), pull_objects)
+        inflate = inflate_object_from_contents
+        replace(module, "inflate_object_from_contents", inflate_or_fail, inflate)
     module.pull_objects.max_bytes = max(module.pull_objects.max_bytes, max_bytes)
 
 
@@ -326,6 +353,23 @@ def on_process_exit(function: Any) -> None:
 # --- deployment ------------------------------------------------------------------------------
 # Between a ClientApp's process and the resident worker, messages travel as Flower's own protobuf.
 # Uses: flwr.common.serde and flwr.proto. Public way: none; flwr.app's types do not serialise.
+
+MAX_LOG_CHARS = 2000
+
+
+def log_in_one_line() -> None:
+    """Let Flower log every message in one line of bounded length, without control characters.
+
+    It logs what peers send as it is: hashes, keys and types of messages of any length. No public
+    way.
+    """
+
+    def make_safe(record: logging.LogRecord) -> bool:
+        record.msg, record.args = printable(record.getMessage()[:MAX_LOG_CHARS]), ()
+        return True
+
+    logging.getLogger("flwr").addFilter(make_safe)
+
 
 superlink_unavailable = "Connection to the SuperLink is unavailable"  # printed by `flwr`
 

@@ -14,7 +14,16 @@ way.
 `accept_reply` replaces `message_handler.push_messages`. Why: Flower compares the node of a request
 with its key, but stores the message in it under any other node's name, and as a message *to* a node
 if it replies to none. It also stores times that are NaN, as NULL, on which every request for the
-replies of that round then fails.
+replies of that round then fails. And it stores objects under a root that is not the message, which
+nothing deletes before the run ends.
+
+`FlatObjectStore` replaces `preregister` of `SqlObjectStore`. Why: Flower believes what a sender
+says of which objects are in which before they arrive, and refuses whoever says otherwise. Small
+records can be foreseen ("round 3 of site-a"), so one client could keep out the updates of another
+and all messages of the server. Here each object counts as part of its message alone.
+
+`confirm_own` replaces `message_handler.confirm_message_received`. Why: Flower deletes any message
+or reply that a SuperNode confirms, whosever it is.
 
 `SpokenErrors` completes `SqlMixin.session`. Why: with a full disk Flower's SuperLink answers with
 errors that a SuperNode takes for final, so that replies are lost, and that tell a ServerApp no
@@ -26,13 +35,20 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from itertools import islice
 
 from flwr.app import Error, Message, Metadata
 from flwr.app.message import make_message
 from flwr.common.constant import ErrorCode, Status
 from flwr.common.serde import message_to_proto
+from flwr.common.serde_utils import metadata_from_proto
 from flwr.proto.fleet_pb2 import PushMessagesRequest, PushMessagesResponse
-from flwr.proto.message_pb2 import ObjectTree
+from flwr.proto.message_pb2 import (
+    ConfirmMessageReceivedRequest,
+    ConfirmMessageReceivedResponse,
+    ObjectTree,
+)
+from flwr.proto.message_pb2 import Message as MessageProto
 from flwr.server.superlink.fleet.message_handler import message_handler
 from flwr.server.superlink.linkstate import LinkState
 from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
@@ -40,6 +56,7 @@ from flwr.supercore.error import FlowerError
 from flwr.supercore.error.catalog import API_ERROR_MAP, ApiErrorSpec
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
+    get_object_body,
     get_object_id,
     get_object_tree,
     iterate_object_tree,
@@ -53,10 +70,11 @@ from flwr.supercore.state.schema.corestate_models import (
     ObjectPushSessionRoot,
 )
 from flwr.supercore.state.schema.linkstate_models import MessageIns, MessageRes
-from flwr.supercore.state.schema.objectstore_models import StoredObject
+from flwr.supercore.state.schema.objectstore_models import ObjectChild, StoredObject
 from flwr.supercore.utils import int64_to_uint64, uint64_to_int64
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from grpc import StatusCode
-from sqlalchemy import func, select
+from sqlalchemy import delete, func, select, update
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
@@ -69,6 +87,7 @@ MAX_LOG_BYTES = 2**25  # of objects in the database's write-ahead log, before it
 LOG_WAIT_S = 0.2  # for its readers
 MAX_SECONDS = 2.0**40  # of any time in a reply
 push_messages = message_handler.push_messages
+confirm_message = message_handler.confirm_message_received
 CANNOT_WRITE = 39_001  # an error code of ours
 API_ERROR_MAP[CANNOT_WRITE] = ApiErrorSpec(
     StatusCode.UNAVAILABLE, 503, "the SuperLink cannot use its database"
@@ -142,8 +161,42 @@ def is_complete(root: str, store: ObjectStore) -> bool:
         return bool(objects) and session.scalar(count) == len(objects)
 
 
-class SpokenObjectStore(SpokenErrors, SqlObjectStore):
-    """Flower's object store with these errors."""
+class FlatObjectStore(SpokenErrors, SqlObjectStore):
+    """Flower's object store with these errors, in which only messages have objects in them."""
+
+    def preregister(self, run_id: int, object_tree: ObjectTree) -> list[str]:
+        """As Flower's, of a message with all objects in it side by side.
+
+        An object that was registered with others in it loses them: whoever did so gave it out for a
+        message, or it is from before this version.
+        """
+        root = object_tree.object_id
+        found = dict.fromkeys(each.object_id for each in iterate_object_tree(object_tree))
+        parts = [each for each in found if each != root]
+        with self._mutation_session() as session:
+            is_in_part = ObjectChild.parent_id.in_(parts)
+            children = session.scalars(select(ObjectChild.child_id).where(is_in_part)).all()
+            session.execute(delete(ObjectChild).where(is_in_part))
+            for child in children:
+                is_this = StoredObject.object_id == child
+                count = StoredObject.ref_count - 1
+                session.execute(update(StoredObject).where(is_this).values(ref_count=count))
+                self.delete(child)
+            flat = ObjectTree(object_id=root, children=[ObjectTree(object_id=p) for p in parts])
+            return super().preregister(run_id, flat)
+
+
+def is_message(content: bytes, reply: MessageRes) -> bool:
+    """Whether an object is the message that a node announced, which a ServerApp reads instead."""
+    try:
+        proto = MessageProto.FromString(get_object_body(content, Message))
+    except (ValueError, DecodeError):
+        return False
+    about = metadata_from_proto(proto.metadata)
+    return (about.run_id, about.src_node_id, about.dst_node_id, about.reply_to_message_id) == (
+        *map(int64_to_uint64, (reply.run_id or 0, reply.src_node_id or 0, reply.dst_node_id or 0)),
+        reply.reply_to_message_id,
+    )
 
 
 class BoundedReplies(SpokenErrors, SqlLinkState):
@@ -176,9 +229,8 @@ class BoundedReplies(SpokenErrors, SqlLinkState):
                 if self.num_replies(node, about.run_id) >= MAX_REPLIES:
                     log.warning("node %d has %d replies stored: refused", node, MAX_REPLIES)
                     return False, []
-                num_objects = sum(1 for _ in iterate_object_tree(object_tree))
                 max_objects = MAX_OBJECTS + bound // 2**20
-                if num_objects > max_objects:
+                if any(islice(iterate_object_tree(object_tree), max_objects, None)):
                     self.answer(about, f"{TOO_LARGE} {max_objects} objects")
                     return False, []
                 if message_to_proto(message).ByteSize() > bound:
@@ -215,6 +267,11 @@ class BoundedReplies(SpokenErrors, SqlLinkState):
             ).all()
             reply = session.scalar(select(MessageRes).where(MessageRes.message_id.in_(roots)))
             about = (reply.reply_to_message_id, reply.message_id) if reply else ("", "")
+            is_forged = (
+                reply is not None
+                and object_id == reply.message_id
+                and not is_message(object_content, reply)
+            )
             is_known = reply or session.scalar(
                 select(MessageIns.message_id).where(MessageIns.message_id.in_(roots))
             )
@@ -224,6 +281,10 @@ class BoundedReplies(SpokenErrors, SqlLinkState):
             self._cleanup_push_session(session_id, cleanup_messages=True)
             return False
         asked, root = str(about[0]), str(about[1])
+        if is_forged:
+            self._cleanup_push_session(session_id, cleanup_messages=True)
+            self.refuse(asked, "the metadata of another")
+            return False
         bound = self.bound_of(asked)
         if bound is not None:
             size, limit = self.stored_bytes(root), f"{bound} bytes"
@@ -284,6 +345,12 @@ class BoundedReplies(SpokenErrors, SqlLinkState):
             is_its = MessageRes.src_node_id == uint64_to_int64(node)
             replies = {*map(str, session.scalars(select(MessageRes.message_id).where(is_its)))}
         partial = {reply for reply in replies - {but} if not is_complete(reply, self.object_store)}
+        with self.session() as session:
+            is_root = ObjectPushSessionRoot.root_object_id.in_(partial)
+            query = select(ObjectPushSessionRoot.session_id).where(is_root)
+            sessions = session.scalars(query).all()
+        for each in sessions:
+            self._cleanup_push_session(each, cleanup_messages=True)
         for reply in partial:
             self.object_store.delete(reply)
         if partial:
@@ -345,8 +412,30 @@ def accept_reply(request: PushMessagesRequest, state: LinkState) -> PushMessages
     if about is None or about.src_node_id != node or not about.reply_to_message_id:
         log.warning("node %d sent a message that is no reply of its own: refused", node)
         raise ValueError("a SuperNode sends one reply of its own at a time")
+    if [tree.object_id for tree in request.message_object_trees] != [about.message_id]:
+        log.warning("node %d sent a reply without its own objects: refused", node)
+        raise ValueError("a reply comes with the tree of its objects")
     times = (about.created_at, about.ttl, *request.clientapp_runtime_list)
     if not all(abs(seconds) < MAX_SECONDS for seconds in times):  # a late reply's ttl is below 0
         log.warning("node %d sent a reply with a time that is no number: refused", node)
         raise ValueError("the times of a reply are numbers of seconds")
     return push_messages(request, state)
+
+
+def confirm_own(
+    request: ConfirmMessageReceivedRequest, state: LinkState, store: ObjectStore
+) -> ConfirmMessageReceivedResponse:
+    """As Flower's, of a message to the node that confirms it. ValueError for another's."""
+    node, message = request.node.node_id, request.message_object_id
+    if isinstance(state, SqlLinkState):
+        is_anothers = MessageIns.dst_node_id != uint64_to_int64(node)
+        with state.session() as session:
+            found = session.scalar(
+                select(MessageIns.message_id).where(MessageIns.message_id == message, is_anothers)
+            ) or session.scalar(
+                select(MessageRes.message_id).where(MessageRes.message_id == message)
+            )
+        if found:
+            log.warning("node %d confirmed a message that is not to it: refused", node)
+            raise ValueError("a SuperNode confirms messages to itself")
+    return confirm_message(request, state, store)

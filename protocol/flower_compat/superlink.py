@@ -25,7 +25,8 @@ sends at once in memory. No object of Flower's is larger than `MAX_OBJECT_BYTES`
 that arrives, so that its sender can be named.
 
 Replaces `NodeAuthServerInterceptor`. Why: Flower lets any key, a registered one or not, announce
-the node of another key as connected, and then waits for that node.
+the node of another key as connected, and then waits for that node. And it reads a request of any
+size before it looks at the key: one of 12 MiB can take 600 MiB once it is read.
 
 Replaces `HEARTBEAT_PATIENCE` of tasks. Why: Flower ends the run of a ServerApp that was stopped for
 a minute. Here it has three.
@@ -39,6 +40,7 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -76,11 +78,18 @@ from flwr.superlink.servicer.runtime import runtime_handlers
 from sqlalchemy import exists, select, update
 from sqlalchemy.exc import SQLAlchemyError
 
-from protocol.flower_compat import MAX_OBJECT_BYTES, FlowerChanged, replace
+from protocol.flower_compat import (
+    MAX_OBJECT_BYTES,
+    FlowerChanged,
+    log_in_one_line,
+    replace,
+)
 from protocol.flower_compat.reply_bounds import (
     BoundedReplies,
-    SpokenObjectStore,
+    FlatObjectStore,
     accept_reply,
+    confirm_message,
+    confirm_own,
     is_complete,
     push_messages,
 )
@@ -91,6 +100,7 @@ patience_s = float(HEARTBEAT_PATIENCE * HEARTBEAT_DEFAULT_INTERVAL)
 task_patience = 3 * HEARTBEAT_PATIENCE  # heartbeats that a ServerApp may miss
 absence_s = 5.0  # a gap this long between two ticks: the process was stopped
 tick_s = 1.0
+MAX_REQUEST_BYTES = 2**20  # that states a reply of 15,000 objects
 pull_messages = message_handler.pull_messages
 pull_replies = runtime_handlers.pull_messages
 confirm_reply = runtime_handlers.confirm_message_received
@@ -292,7 +302,32 @@ class PatientLinkState(BoundedReplies):
 
 
 class OwnKeyInterceptor(NodeAuthServerInterceptor):
-    """Flower's check of keys, which lets a key announce its own node only."""
+    """Flower's check of keys, which lets a key announce its own node only.
+
+    Requests have at most `MAX_REQUEST_BYTES`, but for those that carry an object.
+    """
+
+    def intercept_service(
+        self,
+        continuation: Callable[[Any], Any],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """As Flower's."""
+        checked = super().intercept_service(continuation, handler_call_details)
+        parse = checked.request_deserializer
+        if parse is None or handler_call_details.method.endswith("/PushObject"):
+            return checked
+
+        def parse_small(request: bytes) -> Any:
+            if len(request) > MAX_REQUEST_BYTES:
+                raise ValueError(f"a request of {len(request)} bytes: refused")
+            return parse(request)
+
+        return grpc.unary_unary_rpc_method_handler(
+            checked.unary_unary,
+            request_deserializer=parse_small,
+            response_serializer=checked.response_serializer,
+        )
 
     def _wrap_method_handler(
         self, method_handler: grpc.RpcMethodHandler, received_public_key: bytes
@@ -315,14 +350,16 @@ class OwnKeyInterceptor(NodeAuthServerInterceptor):
 
 def main() -> None:
     """As `flower-superlink`, with the same options."""
+    log_in_one_line()
     if vars(fleet_servicer).get("message_handler") is not message_handler:
         sys.exit(f"error: {FlowerChanged('fleet_servicer.message_handler')}")
     replace(message_handler, "pull_messages", Redelivery().pull_messages, pull_messages)
     replace(message_handler, "push_messages", accept_reply, push_messages)
+    replace(message_handler, "confirm_message_received", confirm_own, confirm_message)
     replace(runtime_handlers, "pull_messages", pull_complete_replies, pull_replies)
     replace(runtime_handlers, "confirm_message_received", confirm_and_delete, confirm_reply)
     replace(linkstate_factory, "SqlLinkState", PatientLinkState, SqlLinkState)
-    replace(object_store_factory, "SqlObjectStore", SpokenObjectStore, SqlObjectStore)
+    replace(object_store_factory, "SqlObjectStore", FlatObjectStore, SqlObjectStore)
     replace(sql_corestate, "HEARTBEAT_PATIENCE", task_patience, HEARTBEAT_PATIENCE)
     cli = sys.modules[flower_superlink.__module__]
     replace(cli, "NodeAuthServerInterceptor", OwnKeyInterceptor, NodeAuthServerInterceptor)

@@ -30,7 +30,7 @@ from flwr.supercore.inflatable.inflatable_utils import pull_objects
 from flwr.supernode.cli.flower_supernode import flower_supernode
 from flwr.supernode.nodestate.in_memory_nodestate import CLIENT_APP_CRASHED_ERROR, InMemoryNodeState
 
-from protocol.flower_compat import replace
+from protocol.flower_compat import log_in_one_line, replace
 from protocol.flower_compat.reply_bounds import is_complete
 
 poll_s = float(os.environ.get("KEEL_POLL_S") or 0.25)
@@ -121,6 +121,7 @@ class AnsweringNodeState(InMemoryNodeState):
 
 def main() -> None:
     """As `flower-supernode`, with the same options."""
+    log_in_one_line()
     short = SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, poll_s)))
     replace(client_loop, "time", short, time)
     pull = functools.partial(pull_objects, max_time=arrays_timeout_s)

@@ -10,6 +10,7 @@ import shutil
 import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import grpc
 import numpy as np
@@ -19,10 +20,13 @@ from flwr.app.message import remove_content_from_message
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode, SubStatus
 from flwr.common.serde import message_to_proto
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest, PushMessagesRequest
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree
 from flwr.proto.node_pb2 import Node
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PushAppMessagesRequest
 from flwr.proto.task_pb2 import Task
+from flwr.server.superlink.fleet.grpc_rere.node_auth_server_interceptor import (
+    NodeAuthServerInterceptor,
+)
 from flwr.server.superlink.fleet.message_handler import message_handler
 from flwr.server.superlink.linkstate import LinkStateFactory, linkstate_factory, sql_linkstate
 from flwr.supercore import sql_mixin
@@ -42,7 +46,7 @@ from sqlalchemy.exc import OperationalError
 
 from protocol.flower_compat import TOO_LARGE, assign_message_id, bound_reply, reply_bounds
 from protocol.flower_compat import superlink as superlink_server
-from protocol.flower_compat.reply_bounds import SpokenObjectStore, accept_reply
+from protocol.flower_compat.reply_bounds import FlatObjectStore, accept_reply, confirm_own
 from protocol.flower_compat.superlink import (
     OwnKeyInterceptor,
     PatientLinkState,
@@ -64,7 +68,7 @@ class Link:
         self.folder = folder
         self.patch = monkeypatch
         monkeypatch.setattr(linkstate_factory, "SqlLinkState", PatientLinkState)
-        monkeypatch.setattr(object_store_factory, "SqlObjectStore", SpokenObjectStore)
+        monkeypatch.setattr(object_store_factory, "SqlObjectStore", FlatObjectStore)
         self.start()
         keys = (b"one", b"two")
         self.node, self.other = (self.state.create_node("", "", key, 30.0) for key in keys)
@@ -626,14 +630,150 @@ def test_replies_that_are_refused_leave_nothing(link):
     push_by_fleet(link, link.node, own_message(link, link.node, SUPERLINK_NODE_ID, *ids(large)))
     reply = own_message(link, link.node, SUPERLINK_NODE_ID, *ids(asked))
     tree = get_object_tree(reply)
-    tree.children.append(tree.children[0])
-    with pytest.raises(ValueError, match="duplicate children"):
+    tree.children.append(ObjectTree(object_id="no hash"))
+    with pytest.raises(ValueError, match="Invalid object ID"):
         push_by_fleet(link, link.node, reply, tree)
+    without_tree = PushMessagesRequest(
+        node=Node(node_id=link.node), messages_list=[message_to_proto(reply)]
+    )
+    with pytest.raises(ValueError, match="the tree of its objects"):
+        accept_reply(without_tree, link.state)
     assert num_sessions() == before
     [(_, code)] = link.pull(large)
     assert code == ErrorCode.REPLY_MESSAGE_UNAVAILABLE
     push_by_fleet(link, link.node, reply)
     assert link.state.num_message_res() == 2
+
+
+def test_objects_registered_under_another_root_do_not_pile_up(link):
+    """Nothing deleted them before the run ended."""
+    asked = bounded(link, "one", 2**20)
+    for number in range(3):
+        reply = own_message(link, link.node, SUPERLINK_NODE_ID, *ids(asked))
+        tree = ObjectTree(object_id=f"{number:064x}", children=[ObjectTree(object_id="f" * 64)])
+        with pytest.raises(ValueError, match="the tree of its objects"):
+            push_by_fleet(link, link.node, reply, tree)
+    assert len(link.store) == 0
+    assert link.state.num_message_res() == 0
+
+
+def test_replies_that_are_never_sent_leave_no_sessions(link):
+    sent = []
+    for number in range(4):
+        asked = bounded(link, str(number), 2**20)
+        sent.append(own_message(link, link.node, SUPERLINK_NODE_ID, *ids(asked)))
+        push_by_fleet(link, link.node, sent[-1])
+    with link.state.session() as session:
+        root = ObjectPushSessionRoot.root_object_id
+        kept = session.scalars(select(root).where(root.in_(ids(*sent)))).all()
+    assert kept == ids(sent[-1])
+
+
+def with_record(link, src, dst, record, asked=""):
+    about = Metadata(link.run, "", src, dst, asked, "", time.time(), 60.0, "train")
+    message = Message(content=RecordDict({"a": record}), metadata=about)
+    assign_message_id(message, message.object_id)
+    return message
+
+
+@pytest.mark.parametrize("is_root", [False, True])
+def test_what_one_node_says_of_an_object_keeps_no_other_from_sending_it(link, is_root):
+    """Small records can be foreseen: all messages with them were refused, of the server too."""
+    asked, honest = bounded(link, "one", 2**20), link.send("two")
+    record = ConfigRecord({"client": "site-a", "round": 3})
+    lie = ObjectTree(object_id=record.object_id, children=[ObjectTree(object_id="f" * 64)])
+    hostile = own_message(link, link.node, SUPERLINK_NODE_ID, *ids(asked))
+    tree = get_object_tree(hostile)
+    tree.children[0].children.append(lie)
+    if is_root:
+        assign_message_id(hostile, record.object_id)
+        tree = lie
+    push_by_fleet(link, link.node, hostile, tree)
+    reply = with_record(link, link.node, SUPERLINK_NODE_ID, record, *ids(honest))
+    link.state.delete_partial_replies = lambda node, but: None  # as if from another node
+    answer = push_by_fleet(link, link.node, reply)
+    instruction = with_record(link, SUPERLINK_NODE_ID, link.node, record)
+    request = PushAppMessagesRequest(
+        messages_list=[message_to_proto(remove_content_from_message(instruction))],
+        message_object_trees=[get_object_tree(instruction)],
+    )
+    sent = runtime_handlers.push_messages(request, link.state, Task(run_id=link.run))
+    for message, each in ((reply, answer), (instruction, sent)):
+        objects = get_all_nested_objects(message)
+        for name in each.objects_to_push:
+            assert link.state.store_object(
+                link.run, each.session_id, name, objects[name].deflate()
+            ), name
+    assert link.pull(honest) == [(*ids(reply), 0)]
+    assert ids(instruction)[0] in {*link.ask(), *link.ask(), *link.ask()}
+
+
+@pytest.mark.parametrize("field", ["src_node_id", "reply_to_message_id", "run_id", "is_message"])
+def test_a_reply_whose_object_names_another_is_refused(link, field):
+    """A ServerApp reads the object, not what was announced: it took the reply for another's."""
+    asked, other = bounded(link, "one", 2**20), link.send("two")
+    about = own_message(link, link.node, SUPERLINK_NODE_ID, *ids(asked)).metadata
+    forged = {
+        "src_node_id": SUPERLINK_NODE_ID,
+        "reply_to_message_id": ids(other)[0],
+        "run_id": 7,
+    }
+    inner = own_message(link, link.node, SUPERLINK_NODE_ID, *ids(asked))
+    inner.metadata.__dict__.update({f"_{k}": v for k, v in forged.items() if k == field})
+    item = inner if field != "is_message" else ConfigRecord({"no": "message"})
+    announced = Message(content=RecordDict(), metadata=about)
+    assign_message_id(announced, item.object_id)
+    answer = push_by_fleet(link, link.node, announced, get_object_tree(item))
+    objects = get_all_nested_objects(item)
+    stored = [
+        link.state.store_object(link.run, answer.session_id, name, objects[name].deflate())
+        for name in objects
+    ]
+    assert not stored[-1]
+    request = PullAppMessagesRequest(message_ids=ids(asked, other))
+    [found] = pull_complete_replies(request, link.state, Task(run_id=link.run)).messages_list
+    assert found.error.reason == "the reply has the metadata of another"
+    assert found.metadata.reply_to_message_id == ids(asked)[0]
+
+
+def test_a_node_confirms_neither_another_s_message_nor_a_reply(link):
+    """Flower deleted it, so that it never arrived."""
+    asked = link.send("one")
+    link.ask()
+    reply = link.reply(asked)
+
+    def confirm(node, message):
+        request = ConfirmMessageReceivedRequest(
+            node=Node(node_id=node), run_id=link.run, message_object_id=ids(message)[0]
+        )
+        confirm_own(request, link.state, link.store)
+
+    for node, message in ((link.other, asked), (link.other, reply), (link.node, reply)):
+        with pytest.raises(ValueError, match="messages to itself"):
+            confirm(node, message)
+    assert ids(asked)[0] in link.store
+    assert link.pull(asked) == whole(reply)
+    confirm(link.node, asked)
+    assert ids(asked)[0] not in link.store
+
+
+@pytest.mark.parametrize(
+    ("method", "size", "is_read"),
+    [("PushMessages", 2**20, True), ("PushMessages", 2**21, False), ("PushObject", 2**21, True)],
+)
+def test_a_large_request_is_refused_before_it_is_read(method, size, is_read, monkeypatch):
+    """By any key: 12 MiB took 600 MiB of memory, and nine seconds in which nothing was stored."""
+    handler = grpc.unary_unary_rpc_method_handler(lambda *_: None, request_deserializer=len)
+    monkeypatch.setattr(
+        NodeAuthServerInterceptor, "intercept_service", lambda self, proceed, call: proceed(call)
+    )
+    call = SimpleNamespace(method=f"/flwr.proto.Fleet/{method}")
+    checked = OwnKeyInterceptor(None).intercept_service(lambda _: handler, call)
+    if is_read:
+        assert checked.request_deserializer(bytes(size)) == size
+    else:
+        with pytest.raises(ValueError, match=f"a request of {size} bytes: refused"):
+            checked.request_deserializer(bytes(size))
 
 
 def test_a_message_to_a_node_that_has_left_keeps_no_other_of_its_round_from_being_sent(link):
