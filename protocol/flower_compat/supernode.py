@@ -71,9 +71,20 @@ class AnsweringNodeState(InMemoryNodeState):
         is_reply: bool | None = None,
         limit: int | None = None,
     ) -> Sequence[Message]:
-        """As Flower's; no replies before the newest message has its own, complete one."""
+        """As Flower's; no replies before the newest message has its own, complete one.
+
+        Others that are incomplete then are dropped: the SuperNode would wait for them for ever.
+        """
         if is_reply and self._awaits_reply():
             run_ids = []  # matches nothing, but lets Flower look for ClientApps that died
+        elif is_reply:
+            with self.lock_msg_store:
+                self._drop(
+                    lambda metadata: (
+                        bool(metadata.reply_to_message_id)
+                        and not is_complete(metadata.message_id, self.object_store)
+                    )
+                )
         return super().get_messages(run_ids=run_ids, is_reply=is_reply, limit=limit)
 
     def finish_task(self, task_id: int, sub_status: str, details: str) -> bool:

@@ -118,6 +118,25 @@ def test_a_reply_is_sent_once_it_is_whole(node):
     assert node.sent() == reply_to(message)
 
 
+@pytest.mark.parametrize("answers_another", [True, False])
+def test_a_reply_beside_the_whole_one_is_not_waited_for(node, answers_another):
+    """A ClientApp that began one silenced its SuperNode, also in later runs."""
+    message, task = node.take("a")
+    other = message
+    if answers_another:
+        about = Metadata(run_id, "", 1, 2, "", "", 0.0, 3600.0, "train")
+        other = with_id(Message(content=RecordDict(), metadata=about))
+    second = with_id(Message(RecordDict({"b": ConfigRecord({"c": 1})}), reply_to=other))
+    session = node.state.start_session(run_id)
+    tree = get_object_tree(second)
+    assert node.state.store_message_and_object_tree(second, tree, session)[0]
+    node.finish_reply(node.begin_reply(message))
+    node.end(task, SubStatus.COMPLETED)
+    assert node.sent() == reply_to(message)
+    assert second.metadata.message_id not in node.state.msg_store
+    assert second.metadata.message_id not in node.state.object_store
+
+
 @pytest.mark.parametrize("sub_status", [SubStatus.FAILED, SubStatus.COMPLETED])
 def test_half_a_reply_becomes_an_error(node, sub_status):
     message, task = node.take("a")
