@@ -307,7 +307,8 @@ def test_a_client_that_returns_with_another_node_id_is_asked_there(hurry):
 def test_a_query_during_a_round_lowers_no_bound_on_the_round_s_replies(hurry, monkeypatch):
     """A client that came back, or a stranger, cost all others updates above the query's 4 MiB."""
     module = sys.modules[__name__]
-    monkeypatch.setattr(module, "pull_objects", http_grid.pull_objects, raising=False)
+    for name in ("pull_objects", "inflate_object_from_contents"):  # as in the module of a grid
+        monkeypatch.setattr(module, name, vars(http_grid)[name], raising=False)
     bounds = []
 
     def answers(node, before):
