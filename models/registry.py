@@ -21,6 +21,7 @@ PROJECTION_TAILS: dict[str, Callable[[], nn.Module]] = {
     "mlp-normalised": UnitLength,  # FedProc
 }
 PROJECTION_WIDTH = 256  # of MOON's projection and FedIntR's projection heads
+NO_STAGE_NAMES = ("features", "logits", "projection")  # layers of other meaning
 
 
 # Each takes the input shape and, where the model offers a choice of them, the norm layer and width.
@@ -106,7 +107,8 @@ def build_model(
 def _trunk_of(name: str, input_shape: tuple[int, int, int], *options: object) -> Trunk:
     """The Trunk of the model's function.
 
-    ValueError, naming the function, if it fails on one image or its width is wrong.
+    ValueError, naming the function, if it fails on one image, its width is wrong, or a layer's
+    output would not be what methods read under its name.
     """
     if name not in BUILDERS:
         raise ValueError(f"model = {name!r} is in MODELS, but not in BUILDERS: models/registry.py")
@@ -117,21 +119,44 @@ def _trunk_of(name: str, input_shape: tuple[int, int, int], *options: object) ->
         raise ValueError(f"{place_of(build)}: {type(error).__name__}: {error}") from error
     if not isinstance(trunk, Trunk):
         raise ValueError(f"{place_of(build)} returned {type(trunk).__name__}: expected a Trunk")
+    if not isinstance(trunk.stages, dict) or not trunk.stages:
+        raise ValueError(f"{place_of(build)}: expected stages in a dict, by name, at least one")
     for stage, module in trunk.stages.items():
-        if not isinstance(module, Stage) or set(stage) & set(".:"):
+        if not isinstance(module, Stage) or set(stage) & set(".:") or stage in NO_STAGE_NAMES:
             raise ValueError(
                 f"{place_of(build)}: stage {stage!r} is a {type(module).__name__}: expected a "
-                "Stage, under a name without dots and colons"
+                "Stage, under a name without dots and colons, and none of "
+                f"{', '.join(NO_STAGE_NAMES)}"
             )
+    if weights := list(trunk.to_features.state_dict()):
+        raise ValueError(
+            f"{place_of(build)}: to_features has weights ({', '.join(weights)}): expected none, "
+            "as neither extractor nor head would include them; put them into a stage"
+        )
     chain = nn.Sequential(*trunk.stages.values(), trunk.to_features).eval()
+    parts = {
+        f"{part} of {name}": module
+        for name, stage in trunk.stages.items()
+        for part, module in stage.named_children()
+    }
+    x, overwriting = torch.zeros(1, *input_shape), []
     try:
         with torch.no_grad():
-            shape = list(chain(torch.zeros(1, *input_shape)).shape)
+            for part, module in (parts | {"to_features": trunk.to_features}).items():
+                version, out = x._version, module(x)
+                overwriting += [part] * (x._version != version)
+                x = out
     except Exception as error:
         raise ValueError(
             f"{place_of(build)}: its stages fail on an image of shape {list(input_shape)}: "
             f"{type(error).__name__}: {error}"
         ) from error
+    if overwriting:
+        raise ValueError(
+            f"{place_of(build)}: {', '.join(overwriting)} changes its input in place: expected "
+            "a new tensor, as methods read the output of every layer"
+        )
+    shape = list(x.shape)
     if shape != [1, trunk.width]:
         raise ValueError(
             f"{place_of(build)}: the features of one image have shape {shape}: expected "

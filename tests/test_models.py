@@ -429,9 +429,37 @@ def with_stage(name, stage, feature_width=8):
     return lambda input_shape, norm: Trunk({name: stage}, nn.Flatten(), feature_width)
 
 
+def listed(input_shape, norm):
+    return Trunk([Stage(nn.Conv2d(3, 8, 3), nn.ReLU())], nn.Flatten(), 7200)
+
+
+def named_features(input_shape, norm):
+    return Trunk({"features": Stage(nn.Conv2d(3, 8, 3), nn.ReLU())}, nn.Flatten(), 7200)
+
+
+def with_weights_after_the_stages(input_shape, norm):
+    to_features = nn.Sequential(nn.Flatten(), nn.Linear(7200, 8))
+    return Trunk({"conv1": Stage(nn.Conv2d(3, 8, 3), nn.ReLU())}, to_features, 8)
+
+
+def with_overwriting_tail(input_shape, norm):
+    return Trunk({"conv1": Stage(nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True))}, nn.Flatten(), 7200)
+
+
+def with_overwriting_body(input_shape, norm):
+    second = Stage(nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(8, 8, 1)), nn.Identity())
+    stages = {"conv1": Stage(nn.Conv2d(3, 8, 3), nn.Identity()), "conv2": second}
+    return Trunk(stages, nn.Flatten(), 7200)
+
+
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
+        (listed, ": expected stages in a dict"),
+        (named_features, ": stage 'features' .* none of features, logits, projection"),
+        (with_weights_after_the_stages, r": to_features has weights \(1.weight, 1.bias\)"),
+        (with_overwriting_tail, ": tail of conv1 changes its input in place"),
+        (with_overwriting_body, ": body of conv2 changes its input in place"),
         (lambda input_shape, norm: None, " returned NoneType: expected a Trunk"),
         (lambda input_shape, norm: nowhere, ": NameError: name 'nowhere' is not defined"),  # noqa: F821
         (with_stage("conv1", nn.Conv2d(3, 8, 3)), ": stage 'conv1' is a Conv2d: expected a Stage"),
