@@ -50,7 +50,7 @@ class JudgedClaim:
     over those from which the paper makes the claim. deviations: keys that differ from
     the paper's. failures: sides of which a run diverged, failed or left out updates.
     decide: what would decide an open claim, or complete its seeds; empty for a decided one.
-    runs: equal for claims that read the same numbers of the same runs, each at its round `read_at`.
+    runs: equal for claims that state the same of the same runs, each at its round `read_at`.
     remarks: what to know beside the verdict, joined by "; ": "at round 200 instead of 500" if the
     runs end before the round that the paper reads, "at 40% of the local steps" if a scaled run has
     fewer than the paper there, "after 4 of 5 seeds" if the verdict comes before all seeds of the
@@ -129,7 +129,8 @@ def _judged(
         early = early_of(sides, runs)
         if leads:
             remarks += [*early, *read_differently(sides)]
-        identity = tuple(f"{run.name} {s.cell.of} {s.cell.take}" for s, run in both)
+        numbers = [f"{run.name} {s.cell.of} {s.cell.take}" for s, run in both]
+        identity = (*numbers, f"above {claim.is_above}, within {claim.margin}")
     if detail != "not run":
         machines = sorted({name for side in sides for name in side.machines})
         lacks = lacking(sides, runs, code)

@@ -825,6 +825,20 @@ def test_verdicts_are_counted():
     assert tally(claims[:1]) == "1 not tested"  # nothing was judged
 
 
+def test_claims_of_different_kinds_on_the_same_runs_all_count():
+    recipe = parse_recipe(
+        "config: {num-clients: 2}\nrows:\n  A: {method: fedavg}\n  B: {method: fedprox}\n"
+        "claims: [A above B in result, A below B in result, A within 1 of B in result]\n",
+        Path("c.yaml"),
+    )
+    results = {
+        (name, "result"): Result(recipe.cell(name, "result"), {}, by_seed, len(by_seed))
+        for name, by_seed in (("A", {0: 52.0, 1: 52.1}), ("B", {0: 50.0, 1: 50.0}))
+    }
+    found = tally(judge_claims(recipe, results, options()))
+    assert found.startswith("1 reproduced, 2 not reproduced; where"), found
+
+
 times = """\
 config: {source: digits, num-clients: 4, model: cnn-fedreco, num-rounds: 2}
 take: seconds to 50
