@@ -260,10 +260,23 @@ PARTITIONS: dict[str, tuple[Callable[..., Parts], tuple[str, ...]]] = {
 def partition_indices(
     name: str, labels: np.ndarray, num_clients: int, *, seed: int, **options: float | str
 ) -> Parts:
-    """The partition called `name`; options it does not take are ignored."""
+    """The partition called `name`; options it does not take are ignored.
+
+    ValueError if it does not give each sample to one of the clients.
+    """
     partition, taken = PARTITIONS[name]
     chosen = {option: value for option, value in options.items() if option in taken}
-    return partition(labels, num_clients, seed=seed, **chosen)
+    parts = partition(labels, num_clients, seed=seed, **chosen)
+    if (
+        not isinstance(parts, Parts)
+        or len(parts) != num_clients
+        or not np.array_equal(np.sort(parts.indices), np.arange(len(labels)))
+    ):
+        raise ValueError(
+            f"partition = {name!r}: {partition.__name__} (data/partitions.py) has to return Parts "
+            f"in which each of the {len(labels)} samples has one owner, of {num_clients} clients"
+        )
+    return parts
 
 
 def stratified_share(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:

@@ -1,3 +1,6 @@
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, reject, settings
@@ -6,6 +9,7 @@ from hypothesis import strategies as st
 import data.partitions
 from data.partitions import (
     PARTITIONS,
+    Parts,
     _cumulative_ratios,
     _level,
     _levelled_counts,
@@ -410,3 +414,34 @@ def test_a_hopeless_dirichlet_split_is_given_up_after_so_many_numbers(monkeypatc
     monkeypatch.setattr(data.partitions, "MAX_NUMBERS", 12_000)
     with pytest.raises(ValueError, match=r"in 30 draws with alpha = 0\.01"):
         dirichlet_partition(np.arange(800) % 4, 100, 0.01, seed=1, min_size=8)
+
+
+def blocks_of_the_page():
+    """`blocks_partition` of docs/how-to/own-data.md."""
+    text = (Path(__file__).parent.parent / "docs/how-to/own-data.md").read_text()
+    [block] = re.findall(r"```python\n(def blocks_partition.*?)```", text, re.S)
+    found = {"np": np, "Parts": Parts}
+    exec(block, found)
+    return found["blocks_partition"]
+
+
+def test_the_split_of_the_page(monkeypatch):
+    monkeypatch.setitem(PARTITIONS, "blocks", (blocks_of_the_page(), ()))
+    parts = partition_indices("blocks", np.zeros(7, int), 3, seed=0, alpha=0.5)
+    assert [part.tolist() for part in parts] == [[0, 1, 2], [3, 4], [5, 6]]
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        lambda labels, n, seed: np.arange(len(labels)),
+        lambda labels, n, seed: Parts(np.arange(6), np.arange(6) % n, n),
+        lambda labels, n, seed: Parts(np.arange(7) // 2, np.arange(7) % n, n),
+        lambda labels, n, seed: Parts(np.arange(7), np.arange(7) % (n + 1), n),
+    ],
+    ids=["no Parts", "a sample of nobody", "a sample of two", "an owner too many"],
+)
+def test_a_split_of_ones_own_that_is_none_is_refused(split, monkeypatch):
+    monkeypatch.setitem(PARTITIONS, "own", (split, ()))
+    with pytest.raises(ValueError, match=r"partition = 'own': .* each of the 7 samples has one"):
+        partition_indices("own", np.zeros(7, int), 3, seed=0)
