@@ -121,10 +121,10 @@ def _trunk_of(name: str, input_shape: tuple[int, int, int], *options: object) ->
         raise ValueError(f"{place_of(build)} returned {type(trunk).__name__}: expected a Trunk")
     if not isinstance(trunk.stages, dict) or not trunk.stages:
         raise ValueError(f"{place_of(build)}: expected stages in a dict, by name, at least one")
-    for stage, module in trunk.stages.items():
-        if not isinstance(module, Stage) or set(stage) & set(".:") or stage in NO_STAGE_NAMES:
+    for key, stage in trunk.stages.items():
+        if not isinstance(stage, Stage) or set(key) & set(".:") or key in NO_STAGE_NAMES:
             raise ValueError(
-                f"{place_of(build)}: stage {stage!r} is a {type(module).__name__}: expected a "
+                f"{place_of(build)}: stage {key!r} is a {type(stage).__name__}: expected a "
                 "Stage, under a name without dots and colons, and none of "
                 f"{', '.join(NO_STAGE_NAMES)}"
             )
@@ -135,16 +135,16 @@ def _trunk_of(name: str, input_shape: tuple[int, int, int], *options: object) ->
         )
     chain = nn.Sequential(*trunk.stages.values(), trunk.to_features).eval()
     parts = {
-        f"{part} of {name}": module
-        for name, stage in trunk.stages.items()
-        for part, module in stage.named_children()
+        f"{half} of {key}": part
+        for key, stage in trunk.stages.items()
+        for half, part in stage.named_children()
     }
     x, overwriting = torch.zeros(1, *input_shape), []
     try:
         with torch.no_grad():
-            for part, module in (parts | {"to_features": trunk.to_features}).items():
-                version, out = x._version, module(x)
-                overwriting += [part] * (x._version != version)
+            for place, part in (parts | {"to_features": trunk.to_features}).items():
+                version, out = x._version, part(x)
+                overwriting += [place] * (x._version != version)
                 x = out
     except Exception as error:
         raise ValueError(
