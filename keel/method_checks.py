@@ -63,8 +63,8 @@ class Result:
 class Subject:
     """The method under test, and small runs and rounds of it in a directory of its own."""
 
-    def __init__(self, name: str, directory: Path) -> None:
-        self.name, self.directory = name, directory
+    def __init__(self, name: str, directory: Path, model: str = "cnn-fedreco") -> None:
+        self.name, self.directory, self.model = name, directory, model
         self.images = directory / "random.npz"
         if self.images.exists():
             return
@@ -82,7 +82,7 @@ class Subject:
         fixed: Keys = {
             "method": self.name,
             "source": f"npz:{self.images}",
-            "model": "cnn-fedreco",
+            "model": self.model,
             "partition": "iid",
             "min-samples": 1,
             "local-test-fraction": 0.2,
@@ -317,7 +317,7 @@ def state_round_trip(subject: Subject) -> None:
     require(
         not empty,
         f"client state {', '.join(map(repr, empty))} has no arrays: what has none is not stored "
-        "(with model = 'cnn-fedreco', which has no norm layers)",
+        f"(with model = {subject.model!r}; a method for networks with BatchNorm: --model resnet20)",
     )
     folder = StateFolder(subject.directory / "state")
     folder.save(1, state)
@@ -410,7 +410,7 @@ def flags_are_consistent(subject: Subject) -> None:
     for flag, keys in (
         ("supports_privacy", {"privacy.epsilon": 0.5}),
         ("supports_server_optimizer", {"server-optimizer": "fedavgm"}),
-        ("supports_mixed_architectures", {"client-models": "cnn-fedreco,cnn-fedreco"}),
+        ("supports_mixed_architectures", {"client-models": f"{subject.model},{subject.model}"}),
     ):
         is_refused = False
         try:
@@ -449,9 +449,9 @@ CHECKS: dict[str, Callable[[Subject], None]] = {
 }
 
 
-def check_method(name: str, directory: Path) -> Iterator[Result]:
+def check_method(name: str, directory: Path, model: str = "cnn-fedreco") -> Iterator[Result]:
     """The results of all checks, one after the other; runs and caches go below `directory`."""
-    subject = Subject(name, directory)
+    subject = Subject(name, directory, model)
     home, os.environ["KEEL_HOME"] = os.environ.get("KEEL_HOME"), str(directory)
     logging.disable(logging.WARNING)
     try:

@@ -78,6 +78,15 @@ class WithEmptyState(FedProx):
 
 
 @dataclass(frozen=True)
+class WithOwnNormLayers(FedProx):
+    is_stateful: ClassVar[bool] = True
+
+    def finish(self, update, ctx):
+        norm = {name: a for name, a in update.arrays.items() if "running" in name}
+        return replace(update, state={"norm": norm})
+
+
+@dataclass(frozen=True)
 class WithPlaceholder(FedProx):
     paper: ClassVar[str] = "<authors and year>"
 
@@ -109,6 +118,17 @@ def test_what_is_broken_fails_and_nothing_else(broken, few_checks, monkeypatch, 
     failed = [r for r in check_method("fedprox", tmp_path) if r.outcome == "FAIL"]
     check, reason = BROKEN[broken]
     assert [(r.check.startswith(check), reason in r.reason) for r in failed] == [(True, True)]
+
+
+def test_a_method_that_needs_batch_norm_is_checked_with_a_network_that_has_it(
+    few_checks, monkeypatch, capsys
+):
+    with_method(monkeypatch, "fedprox", WithOwnNormLayers)
+    assert main(["check-method", "fedprox"]) == 1
+    assert "a method for networks with BatchNorm: --model resnet20)" in capsys.readouterr().out
+    assert main(["check-method", "fedprox", "--model", "resnet20"]) == 0, capsys.readouterr().out
+    assert main(["check-method", "fedprox", "--model", "resnet21"]) == 2
+    assert "did you mean resnet20?" in capsys.readouterr().err
 
 
 def test_a_flag_that_only_the_class_has_is_named(monkeypatch, tmp_path):
