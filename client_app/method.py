@@ -73,58 +73,79 @@ def train_alone(ctx: RoundContext, phases: Phases) -> Update:
 
 @dataclass(frozen=True)
 class Method:
-    """The client half of a method."""
+    """The client half of a method.
 
-    # Capability flags: all that the rest of Keel knows about a method. Read without importing
-    # this package (protocol/catalogue.py), so a subclass sets them to literals, or lets them follow
-    # a boolean option with `when_option` and `unless_option` of protocol.options.
-    #
-    # `Update.state` is client state, without which a client cannot take part again.
+    The attributes are capability flags. The server reads them without importing the file, so a
+    subclass sets them to literals, or lets them follow a boolean option with `when_option` and
+    `unless_option` of `protocol.options`.
+    """
+
     is_stateful: ClassVar[bool] = False
-    # Each client is evaluated with a model of its own (`personal_model`).
+    """`Update.state` is client state, without which a client cannot take part again."""
+
     is_personal: ClassVar[bool] = False
-    # The personal model is made from the newest global arrays, so evaluated after aggregation.
+    """Each client is evaluated with a model of its own (`personal_model`)."""
+
     is_adapted_from_global: ClassVar[bool] = False
-    # Before its first training, a client's personal model depends only on its network and the
-    # received arrays, so the server of a simulation evaluates it once for all such clients. Not
-    # inherited by a class that overrides `personal_model`: set it there again.
+    """The personal model is made from the newest global arrays, so evaluated after aggregation."""
+
     starts_alike: ClassVar[bool] = False
-    # The server has a whole model (FedReCo's has only a shared extractor).
+    """Before its first training, a client's personal model depends only on its network and the
+    received arrays, so the server of a simulation evaluates it once for all such clients. Not
+    inherited by a class that overrides `personal_model`: set it there again."""
+
     has_global_model: ClassVar[bool] = True
-    # `Update.arrays` are weights (FedReCo's are gradients, those of `local` are empty).
+    """The server has a whole model (FedReCo's has only a shared extractor)."""
+
     sends_weights: ClassVar[bool] = True
-    # `Update.arrays` is the output of one loss on one model: see client_app/objective.py.
+    """`Update.arrays` are weights (FedReCo's are gradients, those of `local` are empty)."""
+
     is_local_objective: ClassVar[bool] = False
-    # Clients may train different networks (`client-models`).
+    """`Update.arrays` is the output of one loss on one model: `LocalObjective` sets it."""
+
     supports_mixed_architectures: ClassVar[bool] = False
-    # `Update.arrays` is clipped and noised if `privacy.epsilon` > 0.
+    """Clients may train different networks (`client-models`)."""
+
     supports_privacy: ClassVar[bool] = False
-    # Works with any aggregation and any server optimizer.
+    """`Update.arrays` is clipped and noised if `privacy.epsilon` > 0."""
+
     supports_server_optimizer: ClassVar[bool] = True
-    # Both weightings are allowed; otherwise only `default_weighting`.
+    """Works with any aggregation and any server optimizer."""
+
     supports_weighting: ClassVar[bool] = True
-    # Running statistics of BatchNorm are trained and averaged.
+    """Both weightings are allowed; otherwise only `default_weighting`."""
+
     supports_batch_norm: ClassVar[bool] = True
-    # The server half is in strategies/<name>.py; otherwise it is `strategies.Average`.
+    """Running statistics of BatchNorm are trained and averaged."""
+
     has_own_server_half: ClassVar[bool] = False
-    # What `weighting = "auto"` means: the paper's weighting, "examples" or "uniform".
+    """The server half is in strategies/<name>.py; otherwise it is `strategies.Average`."""
+
     default_weighting: ClassVar[str] = "examples"
-    # What is sent and averaged: "model", "extractor" (all but the classifier) or "nothing".
+    """What `weighting = "auto"` means: the paper's weighting, "examples" or "uniform"."""
+
     shared_part: ClassVar[str] = "model"
+    """What is sent and averaged: "model", "extractor" (all but the classifier) or "nothing"."""
 
-    # Keys that say how long a client trains in each round: epochs, or a `duration()`.
     duration_keys: ClassVar[Sequence[str]] = ("local-epochs",)
+    """Keys that say how long a client trains in each round: epochs, or a `duration()`."""
 
-    # Option values with which the trained model is FedAvg's, bit for bit; a test checks this. A
-    # local objective's penalty is not computed then.
     equals_fedavg_at: ClassVar[Mapping[str, float]] = {}
+    """Option values with which the trained model is FedAvg's, bit for bit; a test checks this. A
+    local objective's penalty is not computed then."""
 
-    # Documentation only: nothing depends on these.
     paper: ClassVar[str] = ""
+    """The source, as the table of methods shows it, such as "Acar et al. 2021"."""
+
     regularises: ClassVar[str] = "nothing"
+    """For the table of methods: what is regularised. Nothing depends on it."""
+
     client_state: ClassVar[str] = "nothing"
-    # Forward passes per step in addition to the local model's, without caching.
+    """For the table of methods: what a client stores. Nothing depends on it."""
+
     extra_forwards: ClassVar[str] = "0"
+    """For the table of methods: forward passes per step in addition to the local model's, without
+    caching. Nothing depends on it."""
 
     def check_roster(self, label_counts: Mapping[str, Sequence[int]]) -> str:
         """A warning about the clients before round 1, one line; "" if there is none.

@@ -52,10 +52,15 @@ class LocalObjective(Method):
     """A loss on one batch: `supervised` plus `penalty`; plain cross entropy unless overridden."""
 
     is_local_objective: ClassVar[bool] = True
-    # Which of the frozen models the penalty reads; `uses_previous` needs `is_stateful`.
-    uses_global: ClassVar[bool] = False  # `Batch.reps_global`
-    uses_global_model: ClassVar[bool] = False  # `Batch.global_model`
-    uses_previous: ClassVar[bool] = False  # `Batch.reps_previous`
+
+    uses_global: ClassVar[bool] = False
+    """The penalty reads `Batch.reps_global`."""
+
+    uses_global_model: ClassVar[bool] = False
+    """The penalty reads `Batch.global_model`."""
+
+    uses_previous: ClassVar[bool] = False
+    """The penalty reads `Batch.reps_previous`; needs `is_stateful`."""
 
     def layers(self, model: StagedModel) -> list[str]:
         """Names of the layers whose representations are compared; none by default."""

@@ -63,12 +63,11 @@ class Average(Strategy):
     """Weighted average and server optimizer, for every method without a server half of its own.
 
     roster: node id to the client behind it; may change between rounds (a restarted SuperNode).
-    needs_only_average: the half uses the replies' arrays only through their average, so large
-    updates can be summed as they arrive; `reply.arrays` is then empty. Each subclass declares it
-    for itself.
     """
 
     needs_only_average: ClassVar[bool] = True
+    """The half uses the replies' arrays only through their average, so large updates can be summed
+    as they arrive; `reply.arrays` is then empty. Each subclass declares it for itself."""
 
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         self.config = config

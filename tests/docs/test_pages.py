@@ -1,5 +1,7 @@
 """What the pages say is there: files that they link, commands and config keys that they show."""
 
+import ast
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -143,3 +145,29 @@ def test_public_pages_use_the_glossary(page: Path) -> None:
         return
     prose = " ".join(page.read_text().lower().split())
     assert [term for term in retired if term in prose] == []
+
+
+@pytest.mark.parametrize(
+    ("file", "class_name"),
+    [
+        ("client_app/method.py", "Method"),
+        ("client_app/objective.py", "LocalObjective"),
+        ("strategies/average.py", "Average"),
+    ],
+)
+def test_the_reference_shows_every_flag(file: str, class_name: str) -> None:
+    """mkdocstrings shows an attribute that a docstring follows."""
+    tree = ast.parse((repository / file).read_text())
+    [body] = [n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == class_name]
+    flags = [
+        (node.target.id, after)
+        for node, after in itertools.pairwise(body)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    ]
+    assert flags
+    silent = [
+        name
+        for name, after in flags
+        if not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant))
+    ]
+    assert silent == [flag for flag in ["is_local_objective"] if class_name == "LocalObjective"]

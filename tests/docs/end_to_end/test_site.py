@@ -61,5 +61,7 @@ def test_the_generated_pages_have_their_content(site: Path) -> None:
         ("config", "fraction-train"),
         ("methods", "fedcka.mu"),
         ("commands", "keel resume"),
+        ("method-api", "without which a client cannot take part again"),  # is_stateful
+        ("method-api", "large updates can be summed"),  # needs_only_average
     ):
         assert word in (site / "reference" / f"{page}.html").read_text()
