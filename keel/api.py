@@ -118,6 +118,8 @@ def run(
     ------
     ValueError
         One line, before anything is trained, if the config is not valid or does not fit the data.
+    FileNotFoundError
+        One line, before anything is trained, if files of the data set are missing.
     RuntimeError
         If the run failed; its directory remains.
     KeyboardInterrupt

@@ -1,7 +1,9 @@
 """pyproject.toml declares what the sources import, and the packages that there are."""
 
 import ast
+import os
 import re
+import subprocess
 import sys
 import tomllib
 from functools import cache
@@ -99,3 +101,22 @@ def test_the_minimum_python_is_the_same_everywhere():
     assert project["tool"]["ruff"]["target-version"] == f"py{minimum.replace('.', '')}"
     workflow = (root / ".github" / "workflows" / "ci.yml").read_text()
     assert min(re.findall(r'"(3\.\d+)"', workflow)) == minimum
+
+
+@pytest.mark.parametrize("file", ["data.py", "models/__init__.py"])
+def test_a_users_file_that_hides_a_package_is_named(file, tmp_path):
+    """As it lies beside a script or notebook, so that `import data` finds it before Keel's."""
+    hiding = tmp_path / file
+    hiding.parent.mkdir(exist_ok=True)
+    hiding.touch()
+    path = os.pathsep.join(map(str, (tmp_path, root)))
+    done = subprocess.run(
+        [sys.executable, "-c", "import keel"],
+        env=os.environ | {"PYTHONPATH": path},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    name = file.partition("/")[0].removesuffix(".py")
+    said = f"ImportError: {hiding.resolve()} hides Keel's package '{name}': rename it"
+    assert said in done.stderr
