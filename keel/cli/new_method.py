@@ -123,6 +123,7 @@ def named(text: str, name: str) -> str:
 
 def with_table(pyproject: str, table: str) -> str:
     """pyproject.toml with one more table after the last [tool.flwr.app.config.*]."""
+    pyproject = pyproject.rstrip("\n") + "\n"
     last = pyproject.rindex("\n[tool.flwr.app.config.")
-    end = pyproject.index("\n\n", last) + 1
+    end = pyproject.find("\n\n", last) + 1 or len(pyproject)  # a user's table may end the file
     return pyproject[:end] + table + pyproject[end:]

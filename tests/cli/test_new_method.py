@@ -57,6 +57,14 @@ def test_taken_and_bad_names_are_refused_and_nothing_is_written(
     assert {path: path.stat().st_mtime_ns for path in checkout.rglob("*.py")} == before
 
 
+@pytest.mark.parametrize("end", ["", "\n", "\n\n"])
+def test_a_table_at_the_end_of_the_file_is_followed_by_the_new_one(end):
+    before = f"[tool.flwr.app.config]\na = 1\n\n[tool.flwr.app.config.feddyn]\nalpha = 0.1{end}"
+    table = new_method.named(new_method.TABLE, "fed-pull")
+    found = tomllib.loads(new_method.with_table(before, table))["tool"]["flwr"]["app"]["config"]
+    assert found == {"a": 1, "feddyn": {"alpha": 0.1}, "fed-pull": {"mu": 0.1}}
+
+
 def test_a_word_of_python_is_refused_as_such(refusal):
     line = "error: 'class' is a keyword of Python: choose another name, such as fed-class\n"
     assert refusal("new-method", "class") == line
