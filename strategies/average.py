@@ -82,7 +82,8 @@ class Average(Strategy):
         self.validation: Validation | None = None  # of the round under way
         self.running: RunningMean | None = None  # where its replies are summed as they come
         self.workers_sum = False  # replies have no arrays; `take_sum` brings the arrays' sums
-        self.sums: list[tuple[set[str], Arrays]] = []  # until the replies of their clients are here
+        # (clients, those whose replies are not here yet, the sum) until all are
+        self.sums: list[tuple[set[str], set[str], Arrays]] = []
         self.unused: set[str] = set()  # valid clients whose sum has one that is not
         self.keeps_updates = False  # each update of the next round is needed, for diagnostics
         self.current: Arrays = {}
@@ -416,7 +417,8 @@ class Average(Strategy):
 
     def take_sum(self, nodes: Iterable[int], sums: Arrays) -> None:
         """Store a worker's sum of the arrays of these nodes' clients, whose replies follow."""
-        self.sums.append(({self.addressed[node].client for node in nodes}, sums))
+        clients = {self.addressed[node].client for node in nodes}
+        self.sums.append((clients, {*clients}, sums))
 
     def accept(self, server_round: int, message: Message) -> None:
         """Validate a reply of this round, and add it to the sum where replies are summed at once.
@@ -427,7 +429,7 @@ class Average(Strategy):
         client = validation.add(message)
         reply = validation.accepted.get(client)
         if self.running and self.workers_sum:
-            self._merge_sums(validation, self.running)
+            self._merge_sums(client, validation, self.running)
         elif self.running and reply and reply.arrays:
             self.running.add(client, reply.arrays, reply.extra)
             extra = {} if self.running.extra_shares else reply.extra
@@ -452,25 +454,26 @@ class Average(Strategy):
         self.unused = set()
         return self.validation, self.running
 
-    def _merge_sums(self, validation: Validation, running: RunningMean) -> None:
-        """Add each worker's sum once the replies of all its clients are here.
+    def _merge_sums(self, client: str, validation: Validation, running: RunningMean) -> None:
+        """Add each worker's sum once the replies of all its clients are here; `client`'s has come.
 
         If one of the replies is not valid, the sum is not used, and all its clients are rejected,
         also those that `to_ask_again` returns.
         """
         accepted = validation.accepted
-        here = accepted.keys() | validation.rejected.keys() | validation.failed.keys()
-        complete = [each for each in self.sums if each[0] <= here]
-        self.sums = [each for each in self.sums if not each[0] <= here]
+        for _, awaited, _ in self.sums:
+            awaited.discard(client)
+        complete = [(clients, sums) for clients, awaited, sums in self.sums if not awaited]
+        self.sums = [each for each in self.sums if each[1]]
         for clients, sums in complete:
             bad = clients - accepted.keys() | clients & running.added
             if not bad:
                 running.merge(clients, sums)
                 continue
-            for client in clients & accepted.keys() - running.added:
+            for other in clients & accepted.keys() - running.added:
                 reason = f"its update was summed with that of {min(bad)}, which cannot be used"
-                validation.reject(client, reason)
-                self.unused.add(client)
+                validation.reject(other, reason)
+                self.unused.add(other)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -564,7 +565,7 @@ def test_clients_that_are_left_out_for_one_reason_are_named_in_one_line(caplog):
     ]
 
 
-def streaming(monkeypatch, **keys: object) -> Average:
+def streaming(monkeypatch, **keys: Any) -> Average:
     monkeypatch.setattr(strategies.average, "STREAM_BYTES", 0)
     return average_of(**keys)
 
@@ -642,6 +643,27 @@ def test_what_workers_sum_has_the_bits_of_what_the_server_sums(monkeypatch):
         following, _ = strategy.aggregate_train(1, [])
         assert same_bits(tensors(following), tensors(expected))
         assert strategy.report.bytes_up == by_server.report.bytes_up
+
+
+class CountedDict(dict[str, TrainReply]):
+    """Counts how often all of its keys are looked at."""
+
+    num_looks = 0
+
+    def keys(self):
+        self.num_looks += 1
+        return super().keys()
+
+
+def test_the_cohort_is_looked_at_once_for_each_sum_and_not_for_each_reply(monkeypatch):
+    groups = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    strategy = streaming(monkeypatch, num_clients=10)
+    messages = summed_by_workers(strategy, groups)
+    strategy.validation.accepted = CountedDict()
+    for message in messages:
+        strategy.accept(1, message)
+    assert len(strategy.running.added) == 10
+    assert strategy.validation.accepted.num_looks == len(groups)
 
 
 def test_an_array_of_large_values_takes_no_accuracy_from_the_others(monkeypatch):
