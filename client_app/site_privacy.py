@@ -290,7 +290,7 @@ class Ledger:
             is_cut_short = self.is_cut_short()
             append_chained(self.path, entry)
             if not is_cut_short:  # or the next look would find nothing missing
-                write_atomically(self.newest, newest_digest(self.path.read_bytes()).encode())
+                write_atomically(self.newest, newest_digest(self.path).encode())
 
     def is_cut_short(self) -> bool:
         """Whether the newest line that was ever written is not in the file any more."""

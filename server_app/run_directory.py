@@ -176,8 +176,11 @@ class RunDirectory:
         return self._releases | in_file
 
     def release_state(self) -> Arrays:
-        """`release_counts` for a checkpoint; {} without private releases."""
-        counts = json.dumps(self.release_counts(), sort_keys=True).encode()
+        """This process's count of each client's releases, for a checkpoint.
+
+        It began with that of the file, which is not read again in each round.
+        """
+        counts = json.dumps(self._releases, sort_keys=True).encode()
         return {RELEASES: torch.tensor([*counts], dtype=torch.uint8)}
 
     def restore_releases(self, state: Arrays) -> None:

@@ -7,7 +7,8 @@ import pytest
 from client_fixtures import make_config
 from run_fixtures import without_pictures
 
-from protocol.chained import append_chained, read_chained
+from protocol import chained
+from protocol.chained import append_chained, parsed, read_chained
 from server_app.audit import AuditLog
 from server_app.inline import run_inline
 from server_app.run_directory import RunDirectory, read_arrays
@@ -120,6 +121,34 @@ def test_a_file_deleted_while_the_run_goes_on_changes_nothing(tmp_path):
     directory.append_releases(4, ["a"])
     assert directory.release_counts() == {"a": 4, "b": 3}
     directory.close()
+
+
+def test_a_round_of_a_long_private_run_reads_only_the_end_of_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(chained, "TAIL_BYTES", 200)
+    sizes, directory = [], RunDirectory(tmp_path)
+    monkeypatch.setattr(chained, "parsed", lambda text: sizes.append(len(text)) or parsed(text))
+    for number in range(50):
+        directory.append_releases(number, ["a", "b"])
+        releases = json.loads(bytes(directory.release_state()["releases"].tolist()))
+        assert releases == {"a": number + 1, "b": number + 1}
+    assert len(sizes) < 2 * 50
+    assert directory.release_counts() == {"a": 50, "b": 50}
+    directory.close()
+
+
+@pytest.mark.parametrize("num_bytes", [1, 60, 1000, 1 << 20])
+def test_the_newest_digest_is_found_behind_lines_that_have_none(tmp_path, monkeypatch, num_bytes):
+    monkeypatch.setattr(chained, "TAIL_BYTES", num_bytes)
+    path = tmp_path / "chain.jsonl"
+    assert chained.newest_digest(path) == ""
+    path.write_text("{}\n")
+    assert chained.newest_digest(path) == ""
+    append_chained(path, {"n": 0, "clients": ["a" * 300]})
+    digest = json.loads(path.read_text().splitlines()[1])["digest"]
+    assert chained.newest_digest(path) == digest
+    with path.open("a") as file:
+        file.write("damaged\n" * 50 + '{"n": 1, "dig')
+    assert chained.newest_digest(path) == digest
 
 
 def test_lines_of_0_1_without_digests_count(tmp_path):
