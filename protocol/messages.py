@@ -590,7 +590,7 @@ def machine_report(content: RecordDict) -> MachineReport:
 
 def roster_content(entry: RosterEntry) -> RecordDict:
     """The content of an answer to query."""
-    return RecordDict({"roster": ConfigRecord({"entry": json.dumps(asdict(entry))})})
+    return RecordDict({"roster": ConfigRecord({"entry": json.dumps(vars(entry))})})
 
 
 def read_roster(message: Message) -> RosterEntry:

@@ -4,7 +4,6 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from client_app.methods import method_of
@@ -36,7 +35,7 @@ def save_roster(path: Path, roster: Mapping[int, RosterEntry]) -> None:
     rows: object = {"simulated": len(roster)}
     if len(roster) <= MAX_LISTED:
         ordered = sorted(roster.items(), key=lambda pair: pair[1].client)
-        rows = [{"node": node, **asdict(entry)} for node, entry in ordered]
+        rows = [{"node": node, **vars(entry)} for node, entry in ordered]
     write_atomically(path, (json.dumps(rows, indent=1) + "\n").encode())
 
 

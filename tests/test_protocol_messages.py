@@ -1,5 +1,6 @@
 """What goes through a message comes out the same; what is missing is named."""
 
+import copy
 import json
 import pickle
 from dataclasses import fields, replace
@@ -32,6 +33,7 @@ from protocol.messages import (
     tensors,
 )
 from protocol.packing import DTYPES, packed_pieces
+from server_app.roster import save_roster
 
 
 @pytest.fixture(autouse=True)
@@ -195,6 +197,15 @@ def test_a_roster_entry_comes_out_as_it_went_in():
     entry = RosterEntry("site-u", [3, 0, 4], [1, 0, 2], [3, 32, 32], "resnet20", 64, "flwr 1", 0)
     assert read_roster(message(roster_content(entry))) == entry
     assert entry.num_examples == 7
+
+
+def test_label_counts_are_not_copied_one_by_one(monkeypatch, tmp_path):
+    copied: list[object] = []
+    monkeypatch.setattr(copy, "deepcopy", lambda value, *_: copied.append(value) or value)
+    entry = RosterEntry("a", [1] * 1000, [2] * 1000, [3, 32, 32], "resnet20", 64, "flwr 1", 0)
+    roster_content(entry)
+    save_roster(tmp_path / "roster.json", {7: entry})
+    assert copied == []
 
 
 def test_a_reply_without_a_roster_is_refused():

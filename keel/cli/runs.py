@@ -123,7 +123,7 @@ def list_command(
         raise ValueError(f"{base} is not a directory")
     found = all_runs(base)
     shown = found[:limit] if limit else found
-    rows = [row_of(run) for run in shown]
+    rows = [row_of(SavedRun(run.directory)) for run in shown]  # no history stays in memory
     if as_json:
         print(json.dumps(rows, indent=2))
         return

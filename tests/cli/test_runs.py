@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from matplotlib.figure import Figure
 from PIL import ExifTags, Image
 from run_fixtures import history_of, without_pictures
 
+import keel.runs
 import server_app.report
 from keel.cli.main import main
 from keel.cli.progress import Terminal
@@ -209,6 +211,23 @@ def test_the_list_shows_method_data_rounds_accuracy_and_state(two, printed):
     [row] = json.loads(printed("list", "--json", "--limit", "1"))
     assert (row["method"], row["rounds"], row["state"]) == ("fedavg", 2, "finished")
     assert main(["list", "--limit", "-1"]) == 2
+
+
+def test_the_list_holds_one_history_at_a_time(two, monkeypatch, capsys):
+    read, found = keel.runs.read_history, []
+
+    class Lines(list):  # a plain list has no weak references
+        pass
+
+    def noted(path):
+        assert not [lines for each in found if (lines := each()) is not None]
+        lines = Lines(read(path))
+        found.append(weakref.ref(lines))
+        return lines
+
+    monkeypatch.setattr(keel.runs, "read_history", noted)
+    assert main(["list"]) == 0
+    assert len(found) == 2
 
 
 LINE = {"round": 1, "losses": {}, "seconds": {}, "left_out": {}}  # as none is written: shorter
