@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from keel.experiments.measure import measure
@@ -215,7 +216,7 @@ class Result:
         """The finite ones of `counted`."""
         return [number for number in self.counted.values() if math.isfinite(number)]
 
-    @property
+    @cached_property
     def mixes(self) -> str:
         """Why its runs are not averaged: what they differ in; empty if they are."""
         if len(self.code) > 1:
@@ -263,12 +264,12 @@ class Result:
         found = self.finished
         return {int(run.keys["seed"]) for run, path in found if history_in(path).rounds_not_finite}
 
-    @property
+    @cached_property
     def machines(self) -> list[str]:
         """The machines of its runs."""
         return sorted({name for _, path in self.finished for name in machines_of(path)})
 
-    @property
+    @cached_property
     def data(self) -> set[tuple[str, str]]:
         """(`images_of`, digest of their content) of its runs, as far as they recorded it."""
         pairs = {(images_of(resolve_config(r.keys)), data_of(path)) for r, path in self.finished}

@@ -16,7 +16,7 @@ import pytest
 
 from client_app.methods import method_of
 from data.partitions import partition_indices, stratified_share
-from keel.experiments import preflight
+from keel.experiments import plan, preflight
 from keel.experiments.claims import (
     JudgedClaim,
     early_of,
@@ -761,6 +761,20 @@ def test_values_that_are_tried_leave_five_seeds_beside_the_one_that_chooses():
     assert seeds_for(table, table.cells, full_grid=True) == [0, 1, 2, 3, 4, 5]
     plain = [cell for cell in table.cells if cell.row.name == "FedAvg"]
     assert seeds_for(table, plain, full_grid=True) == [0, 1, 2]
+
+
+def test_a_report_looks_once_at_what_the_runs_of_a_cell_have_in_common(monkeypatch, tmp_path):
+    looks: list[Path] = []
+    monkeypatch.setattr(plan, "data_of", lambda path: looks.append(path) or "a digest")
+    table = load_recipe("fedcka-table-2")
+    options = Options("paper", {}, [0, 1], full_grid=False)
+    runs = [run_of(table.cells[0], {}, seed, options, tmp_path) for seed in options.seeds]
+    finished = [(run, tmp_path / run.name) for run in runs]
+    result = Result(table.cells[0], {}, {0: 60.0, 1: 61.0}, 2, finished)
+    assert [(result.mean, result.deviation is None, result.mixes) for _ in range(5)] == (
+        5 * [(60.5, False, "")]
+    )
+    assert looks == [path for _, path in finished]
 
 
 # --- from which round a paper makes its claim -------------------------------------------------
