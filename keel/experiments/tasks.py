@@ -161,7 +161,8 @@ class RayTasks:
             found: str | None = ray.get(task)
             return found
         except exceptions.WorkerCrashedError:
-            raise KilledError("its process was killed, possibly out of memory") from None
+            reason = "Ray lost its process: killed, out of memory, or paused for minutes"
+            raise KilledError(reason) from None
         except (*lost, exceptions.LocalRayletDiedError) as error:
             raise KilledError(in_one_line(str(error))) from None
         except exceptions.RayError as error:
