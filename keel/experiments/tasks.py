@@ -381,8 +381,9 @@ def printing_to(path: Path) -> Iterator[None]:
                 os.dup2(file.fileno(), number)
         yield
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # a full disk: else this process would go on printing there
+                stream.flush()
         for number, copy in before:
             os.dup2(copy, number)
             os.close(copy)

@@ -149,6 +149,16 @@ def test_what_libraries_print_is_logged_too_and_no_longer_than_the_run(tmp_path,
     assert capfd.readouterr().err == "three\n"
 
 
+def test_after_a_run_on_a_full_disk_the_process_has_its_own_output_again(monkeypatch, capfd):
+    """Else Ray's worker, which goes on to the next run, fails as it prints and counts as killed."""
+    with open(1, "w", closefd=False) as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with printing_to(Path("/dev/full")):
+            print("lost")
+        os.write(1, b"here\n")
+    assert "here\n" in capfd.readouterr().out
+
+
 def test_a_ray_that_does_not_start_leaves_no_process(monkeypatch):
     started = []
 
