@@ -48,7 +48,7 @@ from keel.experiments.settings import (
 )
 from keel.views.charts import static_file
 from keel.views.exports import Groups, harmless, latex, latex_table
-from protocol.config import keel_version
+from protocol.config import keel_version, resolve_config
 from protocol.files import write_atomically
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -210,7 +210,7 @@ def write_report(output: Path) -> list[Path]:
     for folder in ("figures", "tables"):
         (output / folder).mkdir(exist_ok=True)
     environment = template_environment()
-    sections = [section_of(path, output) for path in jobs]
+    sections = list(told_apart([section_of(path, output) for path in jobs]))
     papers: dict[str, list[Section]] = {}
     for section in sections:
         papers.setdefault(section.paper, []).append(section)
@@ -228,6 +228,33 @@ def write_report(output: Path) -> list[Path]:
         page = environment.get_template(f"{path.name}.j2").render(content)
         write_atomically(path, page.encode())
     return paths
+
+
+def told_apart(sections: Sequence[Section]) -> Iterator[Section]:
+    """The sections. Where several have one title and label, each label names its own values.
+
+    As where a value in a recipe was changed between two calls.
+    """
+    for section in sections:
+        same = (section.title, section.label)
+        others = [o for o in sections if o is not section and (o.title, o.label) == same]
+        own = dict.fromkeys(w for o in others for w in own_values(section.recipe, o.recipe))
+        yield replace(section, label=", ".join([section.label, *own]))
+
+
+def own_values(recipe: Recipe, other: Recipe) -> Iterator[str]:
+    """`lr = 0.1`, or `lr = 0.1 in FedProx`, for each key that differs in a cell of both recipes."""
+    cells = {(cell.row.name, cell.column.name): cell for cell in other.cells}
+    shared = [cell for cell in recipe.cells if (cell.row.name, cell.column.name) in cells]
+    rows: dict[str, dict[str, None]] = {}
+    for cell in shared:
+        twin = cells[cell.row.name, cell.column.name]
+        ours, theirs = (resolve_config(each.keys).flat for each in (cell, twin))
+        for key in sorted(key for key in ours if ours[key] != theirs[key]):
+            rows.setdefault(f"{key} = {ours[key]}", {})[cell.row.name] = None
+    for words, names in rows.items():
+        is_in_all = len(names) == len({cell.row.name for cell in shared})
+        yield words if is_in_all else f"{words} in {' and '.join(names)}"
 
 
 def template_environment() -> jinja2.Environment:
