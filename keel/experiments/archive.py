@@ -16,12 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from keel.experiments.measure import CLOCKS, DIVERGENCE, is_divergence
-from keel.experiments.plan import job_name, load_job, runs_needed
+from keel.experiments.plan import fault_of_job, job_name, load_job, runs_needed
 from keel.experiments.recipe import parse_recipe
-from keel.experiments.runs import NOTE, UNKNOWN, Options, name_of, read_json, status_of
+from keel.experiments.runs import (
+    NOTE,
+    UNKNOWN,
+    Options,
+    check_unchanged,
+    config_in,
+    name_of,
+    read_json,
+    status_of,
+)
 from protocol.config import resolve_config
 from protocol.files import digest, write_atomically
-from server_app.history import CURVES, HISTORY_FILE, Line, read_history
+from server_app.history import CURVES, DAMAGE, HISTORY_FILE, Line, read_history
 from server_app.summary import read_manifest
 
 PRIVATE = ("output-dir", "data-dir", "resume", "run-name")
@@ -200,16 +209,10 @@ def without_folders(keys: Mapping[str, Any], archived: str = "") -> dict[str, An
 def copies(directory: Path, archived: str = "") -> Iterator[tuple[str, str]]:
     """(name, text) of the small copies of a run directory's files. archived: its source's name.
 
-    ValueError if the history is not the one that the manifest has the digest of.
+    ValueError if a file is damaged, as `check_unchanged` says of the history.
     """
-    manifest = read_manifest(directory)
-    expected = manifest.get("files", {}).get(HISTORY_FILE)
-    if expected and digest((directory / HISTORY_FILE).read_bytes()) != expected:
-        raise ValueError(
-            f"{directory / HISTORY_FILE} was changed after the run: its digest is not the one in "
-            "manifest.json. Nothing is archived; remove the run directory to run it again"
-        )
-    config = read_json(directory / "config.json")["config"]
+    check_unchanged(directory)
+    manifest, config = read_manifest(directory), config_in(directory)
     yield "config.json", json.dumps({"config": without_folders(config, archived)})
     summary = read_json(directory / "summary.json")
     status = str(summary["status"])
@@ -248,12 +251,34 @@ def write_zip(path: Path, files: Mapping[str, str]) -> None:
 
 @contextmanager
 def reading(path: Path) -> Iterator[zipfile.ZipFile]:
-    """The zip. ValueError naming it, there or within the context, if it is damaged."""
+    """The zip. ValueError naming it if it, or a file in it, is damaged, or if it has no job."""
     try:
         with zipfile.ZipFile(path) as archive:
+            if not any(name.startswith("jobs/") for name in archive.namelist()):
+                raise ValueError(f"{path}: expected a zip made by `keel experiments archive`")
+            if faults := [f for name in archive.namelist() if (f := fault_in(archive, name))]:
+                raise ValueError(f"{path} is damaged: {faults[0]}")
             yield archive
     except (zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def fault_in(archive: zipfile.ZipFile, name: str) -> str:
+    """What is wrong with a JSON file of a zip; "" for nothing, and for other files."""
+    if not name.endswith(".json"):
+        return ""
+    try:
+        found = json.loads(archive.read(name))
+        if name.startswith("jobs/"):
+            fault = fault_of_job(found)
+        elif name.endswith("/config.json"):
+            resolve_config(found["config"])
+            fault = "".join(f"it has no {key}" for key in {"source"} - found["config"].keys())
+        else:
+            fault = "" if isinstance(found, dict) else "it is not a JSON object"
+    except DAMAGE as error:
+        fault = str(error)
+    return f"{name}: {fault}" if fault else ""
 
 
 @contextmanager

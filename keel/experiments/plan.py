@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from keel.experiments.measure import measure
 from keel.experiments.recipe import Cell, Recipe, parse_recipe
@@ -26,13 +27,17 @@ from keel.experiments.runs import (
     read_json,
     run_of,
 )
-from keel.experiments.scale import Keys, scaled_round
+from keel.experiments.scale import SCALES, Keys, scaled_round
 from protocol.config import RENAMED_KEYS, RunConfig, resolve_config
 from protocol.files import digest
 from protocol.models import MODELS
 from protocol.options import OptionValue, did_you_mean
 
 TUNED_SEEDS = 5  # that judge a tuned side, beside the one that tuned it
+JOB_KINDS: dict[str, type] = {
+    **{"text": str, "recipe": str, "scale": str},
+    **{"changes": dict, "seeds": list, "full_grid": bool},
+}
 MAX_SLUG = 120  # characters: file systems allow 255, and a report's pictures have longer names
 
 
@@ -319,21 +324,48 @@ def job_name(recipe: Recipe, options: Options) -> str:
     return f"{slug[:MAX_SLUG]}-{digest(key)[:8]}"
 
 
+def fault_of_job(about: Mapping[str, Any]) -> str:
+    """The first key of a job that is missing or has an unexpected value; "" for none."""
+    for key, kind in JOB_KINDS.items():
+        if key not in about:
+            return f"{key!r} is missing"
+        if not isinstance(about[key], kind):
+            return f"{key} = {about[key]!r:.40}"
+    if about["scale"] not in SCALES:
+        return f"scale = {about['scale']!r:.40}"
+    seeds, cells = about["seeds"], about.get("cells", [])
+    if not seeds or not all(type(seed) is int and seed >= 0 for seed in seeds):
+        return f"seeds = {seeds!r:.40}"
+    if not isinstance(cells, list) or not all(
+        isinstance(cell, list) and [type(name) for name in cell] == [str, str] for cell in cells
+    ):
+        return f"cells = {cells!r:.40}"
+    return ""
+
+
+def read_job(job: Path) -> dict[str, Any]:
+    """The content of a job of `runner.save_job`. ValueError, with what to do, if it is damaged."""
+    try:
+        about = read_json(job)
+        if fault := fault_of_job(about):
+            raise ValueError(f"{job} is damaged: {fault}")
+    except ValueError as error:
+        remedy = "remove it and repeat its `keel experiments run`, which keeps the finished runs"
+        raise ValueError(f"{error}; {remedy}") from error
+    return about
+
+
 def load_job(job: Path) -> tuple[Recipe, Options]:
     """The recipe, with the selected cells alone, and the options of a job of `runner.save_job`.
 
     Finished runs of other code than today's count. ValueError if the file is damaged.
     """
-    about = read_json(job)
-    try:
-        recipe = parse_recipe(about["text"], Path(about["recipe"]))
-        if "cells" in about:  # under a --set, other cells may coincide with these
-            recipe = narrowed(recipe, about["cells"])
-        scale, changes, seeds = about["scale"], about["changes"], about["seeds"]
-        options = Options(scale, changes, seeds, about["full_grid"], any_code=True)
-    except KeyError as error:
-        raise ValueError(f"{job} is damaged: {error} is missing") from error
-    return recipe, options
+    about = read_job(job)
+    recipe = parse_recipe(about["text"], Path(about["recipe"]))
+    if "cells" in about:  # under a --set, other cells may coincide with these
+        recipe = narrowed(recipe, about["cells"])
+    scale, changes, seeds = about["scale"], about["changes"], about["seeds"]
+    return recipe, Options(scale, changes, seeds, about["full_grid"], any_code=True)
 
 
 def results_of(recipe: Recipe, options: Options, output: Path) -> dict[tuple[str, str], Result]:

@@ -8,7 +8,7 @@ import contextlib
 import fcntl
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,14 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from keel.experiments.plan import candidates_of, job_name, narrowed, runs_needed
+from keel.experiments.plan import (
+    candidates_of,
+    images_of,
+    job_name,
+    narrowed,
+    read_job,
+    runs_needed,
+)
 from keel.experiments.preflight import check_recipe, refuse_overriding
 from keel.experiments.recipe import Cell, Recipe, parse_recipe
 from keel.experiments.runs import (
@@ -33,13 +40,23 @@ from keel.experiments.runs import (
     FAILED,
     Options,
     Run,
+    data_of,
     history_in,
     read_json,
     run_of,
     wall_seconds,
 )
 from keel.experiments.stack import stack_of
-from keel.experiments.tasks import LOG_FILE, KilledError, RayTasks, Resources, claimed, is_executed
+from keel.experiments.tasks import (
+    LOG_FILE,
+    KilledError,
+    RayTasks,
+    Resources,
+    claimed,
+    digest_of_data,
+    is_executed,
+)
+from protocol.config import resolve_config
 from protocol.files import write_atomically
 from protocol.text import num_of
 from server_app.history import HISTORY_FILE, HistoryReader
@@ -65,12 +82,17 @@ def locked(output: Path) -> Iterator[None]:
         yield
 
 
-def failed_since(run: Run, when: float) -> bool:
-    """Whether its newest attempt has failed after this time: another runner's."""
+def failure_of(run: Run) -> tuple[Path, int] | None:
+    """What differs between two failures of a run; None if the attempt that counts did not fail.
+
+    The time is only compared with itself: clocks of machines differ, and jump.
+    """
     attempt = run.ended()
     if attempt is None or run.failure() != FAILED:
-        return False
-    return (attempt / "summary.json").stat().st_mtime >= when
+        return None
+    with contextlib.suppress(FileNotFoundError):  # another runner has begun it again
+        return attempt, (attempt / "summary.json").stat().st_mtime_ns
+    return None
 
 
 def save_job(
@@ -95,11 +117,11 @@ def save_job(
     }
 
     def is_same(path: Path) -> bool:
-        other = read_json(path)
+        other = read_job(path)
         if any(other.get(key) != job[key] for key in job.keys() - {"recipe"}):
             return False
         try:
-            return parse_recipe(other.get("text", ""), recipe.path).content == recipe.content
+            return parse_recipe(other["text"], recipe.path).content == recipe.content
         except ValueError:  # of another recipe, with keys of a method that is not here today, say
             return False
 
@@ -179,7 +201,7 @@ def run_recipe(
     resumed once. KeyboardInterrupt ends the runs under way; the next call resumes them.
     """
     failed: dict[str, str] = {}
-    begun = time.time()
+    earlier: dict[str, tuple[Path, int] | None] = {}  # run name to how it had failed before
     with locked(output):
         with_data = check_recipe(recipe, cells, options, output)
         options = replace(options, tuned_on=save_job(recipe, options, output, cells)[0])
@@ -209,11 +231,13 @@ def run_recipe(
             console.print(f"  {escape(labels[run.name])}: {number}")
         seen = set(skipped)
         announce_outdated(needed(), console)
+        announce_other_data(skipped.values(), console)
         while True:
             runs = needed()
             left = [r.rounds - before.get(r.name, 0) for r in runs if r.name not in skipped]
             progress.update(total, total=sum(left))
             done = {run.name: run for run in runs if run.is_done()}
+            earlier |= {run.name: failure_of(run) for run in runs if run.name not in earlier}
             for name, run in done.items():
                 if name not in seen | own:
                     seen.add(name)
@@ -225,7 +249,7 @@ def run_recipe(
             for run in waiting:
                 if num_active(running) >= tasks.slots or is_executed(run):
                     continue
-                if run.name not in own and failed_since(run, begun):
+                if run.name not in own and failure_of(run) not in (None, earlier[run.name]):
                     failed[run.name] = "failed in another runner"
                     name = escape(labels[run.name])
                     console.print(f"[red]failed[/] {name}: in another runner")
@@ -281,6 +305,7 @@ def run_recipe(
                     console.print(f"[red]{word}[/] {name}: {escape(f'{reason} (log: {log})')}")
                 else:  # another runner was first
                     own.discard(each.run.name)
+                    progress.advance(total, before.pop(each.run.name) - each.rounds)
     return failed
 
 
@@ -310,6 +335,28 @@ def announce_outdated(runs: Sequence[Run], console: Console) -> None:
         console.print(f"not counted, kept on disk and run again: {num_of('run', outdated)}")
     for name, reason in outdated.items():
         console.print(f"  {name}: {escape(reason)}")
+
+
+def announce_other_data(runs: Iterable[Run], console: Console) -> None:
+    """Name the finished runs whose data has changed since: new ones are not compared with them."""
+    today: dict[tuple[str, str], str] = {}
+    found: dict[str, str] = {}
+    for run in runs:
+        directory, config = run.finished(), resolve_config(run.keys)
+        if not directory or not (then := data_of(directory)):
+            continue
+        images = images_of(config), config.data.data_dir
+        if images not in today:
+            today[images] = digest_of_data(config)
+        if then != today[images]:
+            found[run.name] = f"digest of the data {then}, today {today[images]}"
+    if found:
+        console.print(
+            f"on other data than today's, not compared with new runs: {num_of('run', found)}; "
+            "restore the data, or remove their run directories to run them again"
+        )
+    for name, reason in found.items():
+        console.print(f"  {name}: {reason}")
 
 
 def progress_bars(console: Console) -> Progress:

@@ -17,7 +17,7 @@ from keel.experiments.scale import SCALES, Keys, scaled
 from protocol.catalogue import method_spec
 from protocol.code import code_version
 from protocol.config import RENAMED_KEYS, RENAMED_VALUES, RunConfig, default_config, resolve_config
-from protocol.files import write_atomically
+from protocol.files import digest, write_atomically
 from protocol.options import OptionValue
 from server_app.history import HISTORY_FILE, HistoryReader
 from server_app.summary import read_manifest, read_object
@@ -38,6 +38,7 @@ IRRELEVANT = {
 RELEVANT_TO_SECONDS = {"device", "cache-mb"}  # and `threads`, on which the bits depend too
 DIVERGED, FAILED = "diverged", "failed"
 NOTE = "failed"  # the folder of `Run.note_failure`, beside the run directories
+REMEDY = "remove its run directory, then run it again or restore it from an archive"  # of damage
 UNKNOWN = "not recorded"  # code that a manifest does not name
 
 
@@ -191,13 +192,21 @@ class Run:
     def ended(self) -> Path | None:
         """The attempt that counts: the newest that finished or failed with today's config and code.
 
-        Of other code only with `any_code`.
+        Of other code only with `any_code`. One that failed does not count beside one of the same
+        code that finished or diverged: by a clock that was wrong, the failure may be the newer.
+        ValueError naming a damaged file, and what to do.
         """
         attempts = (self.note, *self.attempts())
-        found = [a for a in attempts if status_of(a) and not self.other_default(a)]
-        of_today = [attempt for attempt in found if code_of(attempt) == (code_version(),)]
+        try:
+            found = [a for a in attempts if status_of(a) and not self.other_default(a)]
+            of_today = [attempt for attempt in found if code_of(attempt) == (code_version(),)]
+        except ValueError as error:
+            raise ValueError(f"{error}; {REMEDY}") from error
         counting = of_today or (found if self.any_code else [])
-        return counting[-1] if counting else None
+        if len(counting) < 2:
+            return counting[0] if counting else None
+        same = [a for a in counting if code_of(a) == code_of(counting[-1])]
+        return ([a for a in same if status_of(a) != FAILED] or same)[-1]
 
     def finished(self) -> Path | None:
         """The attempt that counts, if it ran all rounds."""
@@ -215,7 +224,7 @@ class Run:
 
     def other_default(self, directory: Path) -> str:
         """A key that had another default when this attempt was run, with both; else empty."""
-        then = identity(read_json(directory / "config.json")["config"], self.is_timed)
+        then = identity(config_in(directory), self.is_timed)
         defaults = with_old_names(default_config())
         for key in sorted(then.keys() | self.identity.keys()):
             before = then.get(key, defaults.get(key))
@@ -275,6 +284,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return read_object(path) if path.is_file() else {}
 
 
+def config_in(directory: Path) -> dict[str, Any]:
+    """The flat config in a run's config.json, as it is there. ValueError naming a damaged file."""
+    path = directory / "config.json"
+    flat = read_object(path).get("config")
+    if not isinstance(flat, dict):
+        raise ValueError(f"{path} is damaged: it has no config")
+    return flat
+
+
 def status_of(directory: Path) -> str:
     """`finished`, `diverged` (values not finite or too large), `failed`; empty if it may go on."""
     status = str(read_json(directory / "summary.json").get("status", ""))
@@ -295,7 +313,7 @@ def code_of(directory: Path) -> tuple[str, ...]:
 
 def precision_of(directory: Path) -> list[str]:
     """The run's precision; where it was "auto", what that was, if this is recorded."""
-    value = read_json(directory / "config.json")["config"].get("precision", "fp32")
+    value = config_in(directory).get("precision", "fp32")
     return list(read_manifest(directory).get("precision", [value] * (value != "auto")))
 
 
@@ -306,22 +324,36 @@ def data_of(directory: Path) -> str:
 
 @lru_cache(maxsize=4096)
 def history_in(directory: Path) -> History:
-    """The history of a finished run.
+    """The history of a run that has ended.
 
-    ValueError naming the file if a line is damaged, or if a round does not come after the one
-    before it.
+    ValueError naming the file if a line is damaged, if a round does not come after the one before
+    it, or if a finished run's last round is missing; and as `check_unchanged` says.
     """
     reader = HistoryReader(directory / HISTORY_FILE)
     reader.update()
     if reader.faults:
-        raise ValueError(f"{directory}: {reader.faults[0]}")
+        raise ValueError(f"{directory}: {reader.faults[0]}; {REMEDY}")
     history = History(reader.lines)
-    for before, after in itertools.pairwise(history.rounds):
-        if after <= before:
-            raise ValueError(
-                f"{directory}: {HISTORY_FILE} is damaged: round {after} follows round {before}"
-            )
+    rounds, last_round = history.rounds, config_in(directory)["num-rounds"]
+    fault = next(
+        (f"round {b} follows round {a}" for a, b in itertools.pairwise(rounds) if b <= a), ""
+    )
+    if status_of(directory) == "finished" and list(rounds[-1:]) != [last_round]:
+        fault = fault or f"round {last_round}, the last, is missing"
+    if fault:
+        raise ValueError(f"{directory / HISTORY_FILE} is damaged: {fault}; {REMEDY}")
+    check_unchanged(directory)
     return history
+
+
+def check_unchanged(directory: Path) -> None:
+    """ValueError if a history is not the one that the manifest has the digest of."""
+    path, expected = directory / HISTORY_FILE, read_manifest(directory).get("files", {})
+    if HISTORY_FILE in expected and digest(path.read_bytes()) != expected[HISTORY_FILE]:
+        raise ValueError(
+            f"{path} was changed after the run: its digest is not the one in manifest.json; "
+            f"{REMEDY}"
+        )
 
 
 def wall_seconds(directory: Path) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.experiments.plan import Result, differing, with_own_lengths
+from keel.experiments.plan import Result, differing, differs, with_own_lengths
 from keel.experiments.recipe import Recipe
 from keel.experiments.runs import Options, data_of, machines_of, run_of, wall_seconds
 from keel.views.store import Entry
@@ -78,6 +78,8 @@ def code_sentences(results: Sequence[Result]) -> Iterator[str]:
         yield f"Code: {found[0]}."
     if precision := sorted({name for result in results for name in result.precision}):
         yield f"Precision: {', '.join(precision)}."
+    if differs({pair for result in results for pair in result.data}):
+        yield "Runs on different data, never averaged or judged together."
     every = [data_of(directory) for directory in ended_in(results)]
     if recorded := [one for one in every if one]:
         many = f"{len(recorded)} of {len(every)} runs"

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import shutil
 import signal
 import time
@@ -40,11 +41,12 @@ from keel.experiments.plan import (
 from keel.experiments.recipe import Claim, Recipe, parse_recipe
 from keel.experiments.rendering import ours as cell_text
 from keel.experiments.rendering import section_of, write_report
-from keel.experiments.runs import Options, Run, code_of, run_of
+from keel.experiments.runs import Options, Run, code_of, history_in, run_of
 from keel.experiments.summary import Evidence, curves_of
 from keel.experiments.tasks import KilledError, Resources, claimed, overrides_of
 from protocol.code import code_version
 from protocol.config import resolve_config
+from protocol.files import digest
 
 root = Path(__file__).parent.parent.parent
 sweep = root / "docs" / "sweep.yaml"
@@ -319,6 +321,17 @@ def test_a_run_of_other_code_does_not_count_is_named_and_run_again(tmp_path, mon
     assert started == [runs[0].name]
     assert f"{runs[0].name}: {OTHER}; today {code_version()}" in printed
     assert (runs[0].folder / "attempt").is_dir()
+
+
+def test_finished_runs_on_other_data_than_todays_are_named(tmp_path, monkeypatch):
+    """Hours of new runs beside them would get no verdict."""
+    recipe, runs = all_run(tmp_path, data=["then", "now", *4 * [""]])
+    monkeypatch.setattr(runner, "digest_of_data", lambda config: "now")
+    started, printed, _ = ran(recipe, THREE, tmp_path, monkeypatch)
+    assert started == []
+    assert "on other data than today's, not compared with new runs: 1 run; restore" in printed
+    assert f"  {runs[0].name}: digest of the data then, today now\n" in printed
+    assert runs[1].name not in printed
 
 
 def test_runs_of_different_code_are_not_averaged_and_not_judged(tmp_path):
@@ -738,6 +751,35 @@ def test_a_run_that_another_runner_locked_first_is_left_to_it(tmp_path, monkeypa
     assert printed.count("50.00 % (global.accuracy)") == 2
 
 
+def test_rounds_that_another_runner_does_count_once(tmp_path, monkeypatch):
+    """It locks the run just before our task, which sees two of its rounds, and finishes later."""
+    recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
+    one, other = runs_needed(recipe, recipe.cells, how, tmp_path, ())
+    fake_run(other, 0.5)
+    one.folder.mkdir()
+    locks = []
+
+    class Others(FakeTasks):
+        def wait(self, seconds: float) -> list[Run]:
+            history = fake_run(one, 0.5, status="running") / "history.jsonl"
+            history.write_text(history.read_text().replace("2,", "1,", 1) + history.read_text())
+            locks.append(claimed(one))
+            return super().wait(seconds)
+
+    def sleep(seconds: float) -> None:
+        (one.folder / "attempt" / "summary.json").write_text(json.dumps({"status": "finished"}))
+        locks[0].close()
+
+    clock = SimpleNamespace(sleep=sleep, time=time.time, monotonic=time.monotonic)
+    monkeypatch.setattr(runner, "time", clock)
+    monkeypatch.setattr(runner, "RayTasks", Others(lambda run: None))
+    with io.StringIO() as text:
+        console = Console(file=text, soft_wrap=True, highlight=False)
+        runner.run_recipe(recipe, recipe.cells, how, tmp_path, Resources(), console)
+        assert "finished by another runner" in text.getvalue()
+        assert " 2/2 " in text.getvalue().splitlines()[-1]
+
+
 def test_a_run_that_has_failed_in_another_runner_is_not_run_again(tmp_path, monkeypatch):
     """It is under way there at first; of an earlier failure nothing is said."""
     recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
@@ -759,6 +801,62 @@ def test_a_run_that_has_failed_in_another_runner_is_not_run_again(tmp_path, monk
     assert failed == {one.name: "failed in another runner"}
 
 
+@pytest.mark.parametrize(("ends", "word"), [("failed: no disk", ""), ("finished", "finished")])
+def test_a_clock_that_was_wrong_does_not_hide_a_result(ends, word, tmp_path, monkeypatch):
+    """A failure of tomorrow is run again, once: the result is older by its name and time."""
+    recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
+    one, other = runs_needed(recipe, recipe.cells, how, tmp_path, ())
+    fake_run(other, 0.5)
+    failed = fake_run(one, 0.1, "20991231-000000-fedavg-digits", status="failed: no disk")
+    os.utime(failed / "summary.json", 2 * (time.time() + 86400,))
+
+    def ending(run: Run) -> str:
+        fake_run(run, 0.5, "20261231-000000-fedavg-digits", status=ends)
+        return "" if word else "no disk"
+
+    started, printed, _ = ran(recipe, how, tmp_path, monkeypatch, ending)
+    assert started == [one.name]
+    assert one.failure() == ("" if word else "failed")
+    assert ("50.00 % (global.accuracy)" in printed.splitlines()[-2]) == bool(word)
+    assert "in another runner" not in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "found"),
+    [
+        ("config.json", lambda text: "{}", "it has no config"),
+        ("summary.json", lambda text: text[:-2], "Unterminated"),
+        ("history.jsonl", lambda text: "", "round 2, the last, is missing"),
+        ("history.jsonl", lambda text: text.replace(": 2,", ": 1,"), "round 2, the last, is miss"),
+        ("history.jsonl", lambda text: text.replace("0.5", "0.6"), "its digest is not the one"),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_named_with_what_to_do(
+    name, damage, found, tmp_path, monkeypatch
+):
+    """Before, a finished run whose history was lost had no number, and was never run again."""
+    history_in.cache_clear()
+    recipe, (run, *_) = all_run(tmp_path)
+    path = run.folder / "attempt" / name
+    noted = {"history.jsonl": digest((run.folder / "attempt" / "history.jsonl").read_bytes())}
+    if "digest" in found:
+        manifest = json.loads(path.with_name("manifest.json").read_text())
+        path.with_name("manifest.json").write_text(json.dumps(manifest | {"files": noted}))
+    path.write_text(damage(path.read_text()))
+    for command in (
+        lambda: write_report(tmp_path),
+        lambda: ran(recipe, THREE, tmp_path, monkeypatch),
+    ):
+        with pytest.raises(
+            ValueError, match="remove its run directory, then run it again"
+        ) as refused:
+            command()
+        assert str(path) in str(refused.value)
+        assert found in str(refused.value)
+    shutil.rmtree(path.parent)
+    assert ran(recipe, THREE, tmp_path, monkeypatch)[0] == [run.name]
+
+
 def test_a_damaged_job_is_named(tmp_path):
     (tmp_path / "jobs").mkdir()
     job = tmp_path / "jobs" / "x.json"
@@ -771,6 +869,34 @@ def test_a_damaged_job_is_named(tmp_path):
         with pytest.raises(ValueError, match=message) as rejected:
             write_report(tmp_path)
         assert str(job) in str(rejected.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("text", 3), ("recipe", 3), ("scale", "week"), ("changes", []), ("full_grid", "x")),
+        *(("seeds", None), ("seeds", []), ("seeds", [0, "x"]), ("seeds", "ab")),
+        *(("cells", 3), ("cells", [["FedAvg"]]), ("cells", [["FedAvg", 1]])),
+    ],
+)
+def test_a_job_of_odd_values_is_named_with_what_to_do(key, value, tmp_path):
+    recipe, _ = all_run(tmp_path)
+    (job,) = (tmp_path / "jobs").iterdir()
+    job.write_text(json.dumps(json.loads(job.read_text()) | {key: value}))
+    for command in (
+        lambda: write_report(tmp_path),
+        lambda: runner.save_job(recipe, THREE, tmp_path),
+    ):
+        with pytest.raises(ValueError, match=f"{job} is damaged: {key} = .*; remove it and repeat"):
+            command()
+
+
+def test_tables_of_a_recipe_before_and_after_a_value_was_changed_are_told_apart(tmp_path):
+    all_run(tmp_path)
+    changed = judged.replace("method: fedprox", "method: fedprox, fedprox.mu: 0.5")
+    runner.save_job(parse_recipe(changed, Path("t.yaml")), THREE, tmp_path)
+    text = write_report(tmp_path)[1].read_text()
+    assert "as in the recipe, fedprox.mu = 0.5 in FedProx; seeds" in text
 
 
 # --- the report -------------------------------------------------------------------------------

@@ -399,6 +399,46 @@ def test_a_damaged_archive_is_named(output, damage):
         restore(path, output / "again", "folder:/data/cifar10-jpg")
 
 
+@pytest.mark.parametrize(
+    ("part", "content", "fault"),
+    [
+        ("/config.json", b"{}", "config.json: "),
+        ("/config.json", b'{"config": {}}', "config.json: it has no source"),
+        ("/config.json", b"x", "config.json: Expecting value"),
+        ("/summary.json", b"[]", "summary.json: it is not a JSON object"),
+        ("/manifest.json", b"x", "manifest.json: Expecting value"),
+        ("jobs/", b"{}", ".json: 'text' is missing"),
+        ("jobs/", b"x", ".json: Expecting value"),
+    ],
+)
+def test_an_archive_that_was_edited_is_named_and_not_restored_in_part(
+    part, content, fault, output, tmp_path
+):
+    (path,) = pack(output, tmp_path / "histories")
+    with zipfile.ZipFile(path) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    files[next(name for name in files if part in name)] = content
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    message = f"{path} is damaged: .*{re.escape(fault)}"
+    with pytest.raises(ValueError, match=message):
+        pack(output, path.parent)
+    with pytest.raises(ValueError, match=message), unpacked(path.parent):
+        pass
+    with pytest.raises(ValueError, match=message):
+        restore(path, tmp_path / "again", "folder:/data/cifar10-jpg")
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_zip_without_a_job_is_no_archive(tmp_path, refusal):
+    path = tmp_path / "other.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a.txt", "hello")
+    expected = f"error: {path}: expected a zip made by `keel experiments archive`"
+    assert refusal("experiments", "restore", str(path)).startswith(expected)
+
+
 def archived(path: Path) -> list[str]:
     """The runs in a zip, by method and seed."""
     with zipfile.ZipFile(path) as archive:
@@ -538,6 +578,7 @@ def test_runs_on_data_of_different_content_are_not_judged(output):
             path.write_text(json.dumps(json.loads(path.read_text()) | {"data": data}))
         page = summary_of(output)
         assert "(no verdict on runs on different data)" in page
+        assert "Runs on different data, never averaged or judged together." in page
         assert f"| FedCKA | 67.86 | {cell} |" in page
 
 
