@@ -12,10 +12,11 @@ from keel.experiments.plan import Result, ends_before, last_round_read
 from keel.experiments.recipe import Cell, Recipe
 from keel.experiments.recipe_file import Entry
 from keel.experiments.runs import Options, Run, history_in, run_of
-from keel.views.charts import Curve, Figure, curves
+from keel.views.charts import PALETTE, Curve, Figure, curves
 from protocol.config import resolve_config
 
 MAX_POINTS = 240  # of a curve: a report may have hundreds
+GLOBAL_MODEL = 3 * len(PALETTE)  # added to a place: the same colour, another dash
 Results = Mapping[tuple[str, str], Result]
 Finished = tuple[Run, Path]  # with the run directory that counts
 Picture = tuple[str, Path]  # of the report: title, image file
@@ -39,13 +40,18 @@ def run_charts(recipe: Recipe, results: Results) -> Iterator[Chart]:
         title = ", ".join(p for p in columns[0].parts if all(p in other for other in parts))
         decays = {c.take.number for c in (r.cell for r in found) if c.take.how == "ema"}
         average = "".join(f", moving average {decay:g}" for decay in sorted(decays))
+        places = {row.name: place for place, row in enumerate(recipe.rows)}  # of their colours
         lines = [
-            report_curve(result, [results.get((result.cell.row.name, c.name)) for c in columns])
+            report_curve(
+                result,
+                [results.get((result.cell.row.name, c.name)) for c in columns],
+                places[result.cell.row.name],
+            )
             for result in found
         ]
         figure = curves(lines, "round", "accuracy (%)", max_points=MAX_POINTS)
         yield f"{title}: accuracy over rounds{average}", figure
-        for measure, figure in measure_figures(counted):
+        for measure, figure in measure_figures(counted, places):
             yield f"{title}: {measure}, mean over clients and of the global model", figure
 
 
@@ -60,7 +66,7 @@ def columns_by_runs(recipe: Recipe, results: Results) -> list[list[Entry]]:
     return list(groups.values())
 
 
-def report_curve(result: Result, same_runs: Sequence[Result | None]) -> Curve:
+def report_curve(result: Result, same_runs: Sequence[Result | None], place: int) -> Curve:
     """A row's mean over seeds with ± one deviation, and the paper's numbers at their rounds."""
     points = curve_of(result.cell, result.counted_runs)
     num = len(result.counted_runs)
@@ -77,6 +83,7 @@ def report_curve(result: Result, same_runs: Sequence[Result | None]) -> Curve:
         [deviation for _, _, deviation in points] if num > 1 else None,
         [f"± {deviation:.2f} ({num} seeds)" for _, _, deviation in points] if num > 1 else None,
         [(at, paper) for at, paper in papers if paper is not None],
+        place,
     )
 
 
@@ -121,7 +128,9 @@ def curve_of(cell: Cell, runs: Sequence[Finished]) -> list[tuple[int, float, flo
     return curve
 
 
-def measure_figures(runs: Mapping[str, Sequence[Finished]]) -> Iterator[tuple[str, Figure]]:
+def measure_figures(
+    runs: Mapping[str, Sequence[Finished]], places: Mapping[str, int]
+) -> Iterator[tuple[str, Figure]]:
     """(measure, chart) of each measure of representations that was taken."""
     measured = {
         name: [each for _, directory in found for each in history_in(directory).diagnostics]
@@ -138,7 +147,8 @@ def measure_figures(runs: Mapping[str, Sequence[Finished]]) -> Iterator[tuple[st
                     if value is not None:
                         by_round.setdefault(number, []).append(value)
                 means = [statistics.fmean(by_round[number]) for number in sorted(by_round)]
-                lines.append(Curve(f"{name}{whose}", sorted(by_round), means))
+                place = places[name] + (GLOBAL_MODEL if whose else 0)
+                lines.append(Curve(f"{name}{whose}", sorted(by_round), means, place=place))
         yield measure, curves(lines, "round", measure, max_points=MAX_POINTS)
 
 

@@ -34,6 +34,7 @@ class Curve:
 
     note: of each point, on hover.
     references: (x, value) of a paper, drawn as dotted lines up to x.
+    place: which colour, marker and dash, from 0; None: as its place among the curves of the chart.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Curve:
     spread: Sequence[float | None] | None = None
     note: Sequence[str] | None = None
     references: Sequence[tuple[float, float]] = ()
+    place: int | None = None
 
 
 def static_file(name: str) -> Path:
@@ -73,7 +75,12 @@ def layout(x: str, y: str, **more: Any) -> dict[str, Any]:
     """What all charts share: axis titles, margins, one hover box for all curves."""
     return {
         "xaxis": {"title": {"text": x, "standoff": 8}, "automargin": True, **more.pop("xaxis", {})},
-        "yaxis": {"title": {"text": y, "standoff": 6}, "automargin": True, **more.pop("yaxis", {})},
+        "yaxis": {
+            "title": {"text": y, "standoff": 6},
+            "automargin": True,
+            "exponentformat": "power",
+            **more.pop("yaxis", {}),
+        },
         "margin": {"l": 56, "r": 12, "t": 12, "b": 44},
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "tracegroupgap": 0},
         "hovermode": "x unified",
@@ -88,16 +95,18 @@ def curves(
 ) -> Figure:  # fmt: skip
     """Lines with bands, each with its colour, marker and dash; the y-range fits the data."""
     data: list[dict[str, Any]] = []
-    shown = [curve for curve in found if len(curve.x)]
-    names = [text_of(curve.name, 120) for curve in shown]
-    are_few = sum(len(curve.references) for curve in shown) <= MAX_LONG_REFERENCES
-    for number, curve in enumerate(shown):
+    # one without points keeps its colour for the time when it has some
+    placed = enumerate(found)
+    shown = [(c, i if c.place is None else c.place) for i, c in placed if len(c.x)]
+    names = [text_of(curve.name, 120) for curve, _ in shown]
+    are_few = sum(len(curve.references) for curve, _ in shown) <= MAX_LONG_REFERENCES
+    for number, (curve, place) in enumerate(shown):
         name = names[number]
         # by its uid, Plotly knows a curve again that a viewer has hidden
         uid = name if names.index(name) == number else f"{name} {number}"
         kept = kept_points(curve.y, max_points)
         xs, ys = ([rounded(part[i]) for i in kept] for part in (curve.x, curve.y))
-        colour, dash = PALETTE[number % len(PALETTE)], DASHES[number // len(PALETTE) % len(DASHES)]
+        colour, dash = PALETTE[place % len(PALETTE)], DASHES[place // len(PALETTE) % len(DASHES)]
         group = f"curve {number}"
         if curve.spread and any(curve.spread):
             inside = [(i, s) for i in kept if (s := curve.spread[i]) is not None]
@@ -120,7 +129,7 @@ def curves(
                     "uid": f"{uid}, reference {i}",
                 }
             )
-        symbol = MARKERS[number % len(MARKERS)]
+        symbol = MARKERS[place % len(MARKERS)]
         marker = {"symbol": symbol, "size": 6, "color": colour, "maxdisplayed": MAX_MARKED}
         trace: dict[str, Any] = {
             **{"type": "scatter", "mode": "lines+markers", "uid": uid},
@@ -148,21 +157,29 @@ def stacked(
     x: Sequence[float | str], parts: dict[str, Sequence[float]], x_title: str, y_title: str
 ) -> Figure:
     """Bars over x, one colour for each part; parts that are 0 throughout are left out."""
-    found = {name: values for name, values in parts.items() if any(values)}
     num_sums = math.ceil(len(x) / MAX_BARS) or 1  # rounds that share a bar
     data = [
         {
             **{"type": "bar", "name": text_of(name, 80), "uid": text_of(name, 80)},
             "x": list(x[::num_sums]),
             "y": [rounded(sum(values[i : i + num_sums])) for i in range(0, len(x), num_sums)],
-            "marker": {"color": PALETTE[i % len(PALETTE)], "line": {"width": 0}},
+            "marker": {"color": PALETTE[place % len(PALETTE)], "line": {"width": 0}},
         }
-        for i, (name, values) in enumerate(found.items())
+        for place, (name, values) in enumerate(parts.items())
+        if any(values)
     ]
+    heights = [sum(each) for each in zip(*(trace["y"] for trace in data), strict=True)]
     if num_sums > 1:
         y_title += f" in {num_sums} rounds"
-    more = {"barmode": "stack", "bargap": 0.05, "showlegend": True}  # a part alone has a name too
+    more: dict[str, Any] = {"barmode": "stack", "bargap": 0.05, "yaxis": whole_ticks(heights)}
+    more["showlegend"] = True  # a part alone has a name too
     return {"data": data, "layout": layout(x_title, y_title, **more)}
+
+
+def whole_ticks(heights: Sequence[float]) -> dict[str, Any]:
+    """A y-axis without half clients where the bars are low; {} for other bars."""
+    is_low_count = max(heights, default=0) <= 5 and all(float(h).is_integer() for h in heights)
+    return {"dtick": 1} if is_low_count else {}
 
 
 def short_labels(names: Iterable[str]) -> dict[str, str]:
@@ -206,7 +223,8 @@ def histogram(values: Sequence[float], title: str, y_title: str, num_bins: int =
         "marker": {"color": PALETTE[0], "line": {"width": 0}},
         "hovertemplate": "%{x:.2f}: %{y}<extra></extra>",
     }
-    return {"data": [trace], "layout": layout(title, y_title, xaxis=xaxis, hovermode="closest")}
+    more = {"xaxis": xaxis, "yaxis": whole_ticks(counts), "hovermode": "closest"}
+    return {"data": [trace], "layout": layout(title, y_title, **more)}
 
 
 def rounded(value: float) -> float:

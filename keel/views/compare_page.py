@@ -6,13 +6,14 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from keel.runs import FINISHED, differing_keys, uses
-from keel.views.charts import Curve, Figure, curves, smoothed
+from keel.views.charts import PALETTE, Curve, Figure, curves, smoothed
 from keel.views.exports import harmless, latex, latex_table
 from keel.views.run_page import points_of, seconds_of
 from keel.views.store import NOT_A_SETTING, Entry, number, text_of
+from protocol.catalogue import method_names
 from protocol.options import typed
 from server_app.history import CURVES, HistoryReader, Line
 from server_app.summary import HEADLINE
@@ -154,11 +155,32 @@ def curve_of(group: Group, view: View) -> Curve:
 def chart(groups: Iterable[Group], view: View) -> Figure:
     """The chosen curve of every group."""
     y = "loss" if is_loss(view) else "accuracy (%)"
-    found = [curve_of(group, view) for group in groups]
+    groups = list(groups)
+    found = [
+        replace(curve_of(group, view), place=place)
+        for group, place in zip(groups, places_of(groups), strict=True)
+    ]
     figure = curves(found, AXES[view.x], y, view.log_x, view.log_y)
     # a viewer's zoom and hidden curves stay while this does
     figure["layout"]["uirevision"] = f"{view.x} {view.curve} {view.log_x} {view.log_y}"
     return figure
+
+
+def places_of(groups: Sequence[Group]) -> Sequence[int]:
+    """`Curve.place` of each group: its method's colour, whatever the order and age of the runs.
+
+    Their order where several are of one method. A method whose colour is taken has the next.
+    """
+    methods = [str(group.runs[0][0].config.get("method")) for group in groups]
+    if len(set(methods)) < len(methods):
+        return range(len(methods))
+    known = ["fedavg", *method_names(), *sorted(methods)]  # the first row of the papers' tables
+    found: dict[str, int] = {}
+    for method in sorted(methods, key=known.index):
+        first = known.index(method) % len(PALETTE)
+        places = [*range(first, len(PALETTE)), *range(first), *range(len(PALETTE), MAX_RUNS)]
+        found[method] = next(place for place in places if place not in found.values())
+    return [found[method] for method in methods]
 
 
 def choices(runs: Sequence[Run]) -> list[tuple[str, str]]:

@@ -32,6 +32,7 @@ from server_app.history import CURVES, PER_CLIENT, HistoryReader, Line, duration
 
 MAX_ROUNDS = 40  # columns of the clients' heat map: each costs the reading of a whole line
 MAX_CLIENTS = 40  # its rows: the worst
+MIN_HEIGHT = 320  # pixels of a chart, as in page.css
 MAX_EVENTS = 200  # rows of the table of clients left out
 MAX_LOG_LINES = 200  # the last
 RECENT = 50  # rounds whose mean gives the time left
@@ -192,7 +193,7 @@ def client_charts(reader: HistoryReader) -> dict[str, Figure]:
             ],
             *(rounds, worst, "round", what, "accuracy (%)"),
         )
-        figures[f"clients-{key}"]["layout"]["height"] = 140 + 16 * len(worst)
+        figures[f"clients-{key}"]["layout"]["height"] = max(MIN_HEIGHT, 140 + 16 * len(worst))
         deciles = [sorted(found.values()) for _, found in by_round]
         lines = [
             Curve(
@@ -312,12 +313,19 @@ def privacy_rows(entry: Entry) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     if isinstance(privacy, Mapping):
         for key, value in privacy.items():
-            if isinstance(value, Mapping):
-                parts = ", ".join(f"{text_of(k, 40)} {text_of(v, 80)}" for k, v in value.items())
-                rows.append((text_of(key, 60), parts))
-            else:
-                rows.append((text_of(key, 60), text_of(value)))
+            parts = value if isinstance(value, Mapping) else {"": value}
+            texts = [": ".join(filter(None, map(as_words, each))) for each in parts.items()]
+            rows.append((as_words(key), "; ".join(texts)))
     return rows
+
+
+def as_words(value: Any) -> str:
+    """A key or a value of a summary for people: four digits, lists with commas."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return ", ".join(map(text_of, value)) or "none"
+    return text_of(str(value).replace("_", " "))
 
 
 class Sites:

@@ -73,7 +73,8 @@ def frame(entry: Entry, reader: HistoryReader) -> Group:
     curves = Table.grid(padding=(0, 2))
     for what, points in curves_of(lines):
         values = [value for _, value in points]
-        curves.add_row(what, sparkline(values), f"{values[-1]:.4g}")
+        digits = ".2f" if what.endswith("(%)") else ".4g"
+        curves.add_row(what, sparkline(values), f"{values[-1]:{digits}}")
     body: list[Any] = [*head, bar, curves]
     body += [Text(fault, style="red") for fault in reader.faults[:3]]
     number, clients = clients_at_work(entry.directory, now["done"]) if state == RUNNING else (0, [])
@@ -83,9 +84,8 @@ def frame(entry: Entry, reader: HistoryReader) -> Group:
         body.append(Text(f"round {number}, {len(clients)} clients at work: {names}{more}"))
     found, total = events(lines[-20:])
     for number, client, what, reason in found[:MAX_EVENTS]:
-        body.append(
-            Text(" ".join(filter(None, (f"round {number}:", client, what, reason))), "yellow")
-        )
+        whom = " ".join(filter(None, (client, what)))
+        body.append(Text(f"round {number}: {whom}: {reason}", "yellow"))
     if total > MAX_EVENTS:
         body.append(Text(f"{total - MAX_EVENTS} more in the last 20 rounds", "yellow"))
     return Group(*body)

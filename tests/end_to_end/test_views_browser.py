@@ -218,6 +218,39 @@ def test_a_phone_shows_how_runs_ended_that_did_not_finish(page):
     assert "moon-0" in names(page)
 
 
+@pytest.mark.parametrize("width", [1366, 1024, 800])
+def test_a_smaller_window_leaves_columns_out_and_cuts_none_off(page, width):
+    page.set_viewport_size({"width": width, "height": 800})
+    box = page.locator("#runs").locator("xpath=..")
+    assert box.evaluate("box => box.scrollWidth <= box.clientWidth")
+    for name in ("accuracy (%)", "state"):
+        assert page.get_by_role("columnheader", name=name).is_visible()
+    assert page.get_by_role("columnheader", name="split").is_visible() == (width > 1100)
+
+
+def test_a_page_that_follows_nothing_is_not_live(page):
+    assert page.inner_text("#link") == "live"
+    context = page.context.browser.new_context(
+        storage_state=page.context.storage_state(), java_script_enabled=False
+    )
+    other = context.new_page()
+    for path in ("/", "/nothing"):
+        other.goto(page.base + path)
+        assert "live" not in other.inner_text("header")
+        assert other.locator("noscript p").is_visible()
+    context.close()
+
+
+def test_long_lines_of_the_log_are_wrapped(page, base):
+    run = make_run(base / "long-lines", {"method": "fedavg", "lr": 0.9}, 1)
+    (run / "run.log").write_text("client-0000: " + "values that are not finite " * 14)
+    page.reload()
+    open_run(page, "long-lines")
+    page.wait_for_selector(".log")
+    assert page.locator(".log").evaluate("log => log.scrollWidth <= log.clientWidth")
+    shutil.rmtree(run)
+
+
 def test_a_page_follows_the_run_while_it_writes(page, base):
     open_run(page, "live")
     assert "round 2 of 10" in page.inner_text("#run")

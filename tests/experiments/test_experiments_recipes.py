@@ -1065,7 +1065,7 @@ def test_round_500_of_a_shorter_run_with_the_papers_rounds_is_the_papers_round_5
     assert ours(result).endswith("; at round 500 instead of 1000")
     first = result_of(early, how, tmp_path)
     assert "instead" not in ours(first)
-    assert report_curve(first, [first, result]).references == [(500, early.paper)]
+    assert report_curve(first, [first, result], 0).references == [(500, early.paper)]
     assert result.difference is None
     assert first.difference == pytest.approx(first.mean - early.paper)
 

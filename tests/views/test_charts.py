@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from views_fixtures import HOSTILE
@@ -44,6 +45,34 @@ def test_curves_differ_in_colour_or_dash_and_in_symbol():
     data = curves([Curve(str(i), [1, 2], [1.0, 2.0]) for i in range(14)], "round", "y")["data"]
     assert len({(t["line"]["color"], t["line"]["dash"]) for t in data}) == 14
     assert len({(t["line"]["color"], t["marker"]["symbol"]) for t in data}) == 14
+
+
+def test_a_curve_without_points_keeps_its_colour_and_a_place_gives_another():
+    full, empty = Curve("a", [1, 2], [1.0, 2.0]), Curve("b", [], [])
+    alone = curves([empty, full], "round", "y")["data"][0]
+    assert alone["line"]["color"] == curves([full] * 2, "round", "y")["data"][1]["line"]["color"]
+    placed = curves([replace(full, place=9)], "round", "y")["data"][0]
+    assert placed["line"] == curves([full] * 10, "round", "y")["data"][9]["line"]
+
+
+def test_large_values_are_powers_of_ten_and_not_financial_letters():
+    assert curves([Curve("a", [1], [4e12])], "round", "y")["layout"]["yaxis"]["exponentformat"] == (
+        "power"
+    )
+
+
+def test_the_axis_of_a_few_clients_has_no_halves():
+    few = stacked([1, 2], {"late": [2, 1], "failed": [3, 0]}, "round", "clients")
+    assert few["layout"]["yaxis"]["dtick"] == 1
+    assert histogram([1.0, 1.0, 2.0], "x", "clients")["layout"]["yaxis"]["dtick"] == 1
+    for many in ([50, 1], [0.5, 1.0]):
+        assert "dtick" not in stacked([1, 2], {"a": many}, "round", "y")["layout"]["yaxis"]
+
+
+def test_a_part_keeps_its_colour_where_another_is_zero():
+    both = stacked([1], {"failed": [1], "late": [1]}, "round", "clients")["data"]
+    (late,) = stacked([1], {"failed": [0], "late": [1]}, "round", "clients")["data"]
+    assert late["marker"] == both[1]["marker"] != both[0]["marker"]
 
 
 def test_a_long_curve_keeps_its_ends_and_its_extremes():

@@ -8,6 +8,7 @@ import statistics
 
 import pytest
 
+from keel.views.charts import PALETTE
 from keel.views.compare_page import (
     View,
     as_csv,
@@ -24,6 +25,7 @@ from keel.views.compare_page import (
 )
 from keel.views.exports import harmless, latex
 from keel.views.store import Store
+from protocol.catalogue import method_names
 from tests.tools.run_directories import make_run
 
 
@@ -51,6 +53,24 @@ def test_runs_that_differ_in_the_seed_are_one_curve_with_mean_and_deviation(runs
     assert curve.y[3] == pytest.approx(100 * statistics.fmean(values))
     assert curve.spread[3] == pytest.approx(100 * statistics.stdev(values))
     assert [len(group.runs) for group in grouped(runs, by_seed=True)] == [1] * 6
+
+
+def test_a_methods_colour_depends_on_no_order_and_every_curve_has_its_own(runs, tmp_path):
+    def looks(chosen):
+        shown = [t for t in chart(grouped(chosen), View())["data"] if "name" in t]
+        return {t["name"]: (t["line"]["color"], t["line"]["dash"]) for t in shown}
+
+    assert looks(runs) == looks(runs[::-1])
+    assert looks(runs)["fedavg"] == (PALETTE[0], "solid")
+    for method in (*method_names(), "removed"):
+        make_run(tmp_path / f"{method}-x", {"method": method, "lr": 0.1}, 10, num_written=2)
+    store = Store([tmp_path])
+    many = [(e, store.history(e)) for e in store.runs().values() if e.name.endswith("-x")]
+    assert len(set(looks(many).values())) == len(many) == len(method_names()) + 1
+    assert looks(many) == looks(many[::-1])
+    one_method = [run for run in runs if run[0].method == "moon"]
+    found = chart(grouped(one_method, by_seed=True), View())["data"]
+    assert [t["line"]["color"] for t in found if "name" in t] == list(PALETTE[:3])
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 from views_fixtures import Pages
 
 from keel.views import run_page
+from keel.views.charts import static_file
 from keel.views.store import Store
 from server_app.history import append_history, duration, truncate_history
 from tests.tools.run_directories import line_of, make_large, make_run
@@ -36,6 +37,31 @@ def test_config_values_are_shown_as_they_are_typed(tmp_path):
     entry, _ = only_run(tmp_path)
     rows = {key: (value, is_set) for key, value, is_set in run_page.config_rows(entry)}
     assert (rows["flip"], rows["compile"]) == (("true", True), ("false", False))
+
+
+def test_privacy_is_stated_in_words_with_four_digits(tmp_path):
+    run = make_run(tmp_path / "a", {"method": "fedavg"}, 1)
+    summary = json.loads((run / "summary.json").read_text())
+    covers = "the clipped and noised arrays of every reply, " * 3
+    summary["privacy"] = {
+        **{"per_release": {"epsilon": 0.5, "delta": 1e-05}, "releases": 6},
+        "composed": {"epsilon": 1.0250546003407701, "delta": 1e-05},
+        "guarantee": {"covers": covers, "withheld": ["losses", "label counts"], "exempt": []},
+    }
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert run_page.privacy_rows(only_run(tmp_path)[0]) == [
+        ("per release", "epsilon: 0.5; delta: 1e-05"),
+        ("releases", "6"),
+        ("composed", "epsilon: 1.025; delta: 1e-05"),
+        ("guarantee", f"covers: {covers.strip()}; withheld: losses, label counts; exempt: none"),
+    ]
+
+
+def test_a_heat_map_of_few_clients_fills_its_panel(tmp_path):
+    make_large(tmp_path, 3, 2)
+    _, reader = only_run(tmp_path)
+    layout = run_page.client_charts(reader)["clients-local_global"]["layout"]
+    assert f".chart {{ min-height: {layout['height']}px" in static_file("page.css").read_text()
 
 
 def test_many_clients_and_rounds_become_a_small_chart(tmp_path):

@@ -83,4 +83,10 @@ def test_no_damage_and_no_name_upsets_the_terminal(tmp_path):
     append_history(run / "history.jsonl", line)
     text = shown(run)
     assert "\x1b" not in text
-    assert "left out" in text
+    assert "left out: (bold] no" in text
+
+
+def test_percentages_have_two_decimals(tmp_path):
+    run = make_run(tmp_path / "a", {"method": "fedavg"}, 2)
+    append_history(run / "history.jsonl", line_of(3, Random(0)) | {"global": {"accuracy": 0.468}})
+    assert " 46.80" in shown(run)
