@@ -179,8 +179,6 @@ class Exchange:
                 if source is None:
                     self.note_late(reply)
                     continue
-                if source in replies:
-                    continue  # a second reply, to a message that was sent twice
                 code = reply.error.code if reply.has_error() else None
                 left_s = deadline - time.monotonic()
                 # said by the node itself it is a failure like any other: it is there

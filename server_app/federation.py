@@ -308,7 +308,7 @@ def exchange_of(
     # in a simulation the result must not depend on how many workers share the clients
     if isinstance(grid, LogicalGrid):
         exchange.turns = lambda _: grid.largest_share
-    elif num_workers:  # whoever is idle takes the next of the messages
+    elif num_workers:  # whoever is idle takes the next one, also that of a worker that has died
         exchange.turns = lambda num: -(-num // num_workers) + (num > num_workers)
     return exchange
 

@@ -3,6 +3,7 @@
 import errno
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 from data_fixtures import make_folder, make_npz, random_images, rejected, save_image
 
 from data import decoding, sources
+from data.cache import build_once, content_digest
 from data.sources import load_source
 
 
@@ -119,6 +121,25 @@ def test_a_copy_of_the_same_files_with_other_times_is_not_decoded_again(
     load(spec)
 
 
+def test_a_copy_elsewhere_has_the_same_digest_and_a_damaged_note_of_it_is_not_read(tmp_path):
+    make_folder(tmp_path / "mine", random_images(2, 30, 30))
+    shutil.copytree(tmp_path / "mine", tmp_path / "copy")
+    cache, folder = tmp_path / "cache", tmp_path / "mine"
+    digest = content_digest(cache, folder, [folder])
+    assert content_digest(cache, tmp_path / "copy", [tmp_path / "copy"]) == digest
+    for note in (cache / "contents").iterdir():
+        note.write_text(digest[:40])
+    assert content_digest(cache, folder, [folder], only_noted=True) == ""
+    assert content_digest(cache, folder, [folder]) == digest
+
+
+def test_what_cannot_be_put_in_place_is_an_error(tmp_path):
+    (tmp_path / "entry").touch()
+    with pytest.raises(NotADirectoryError):
+        build_once(tmp_path / "entry", lambda folder: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["entry"]
+
+
 def test_entries_of_earlier_files_are_removed_when_nobody_has_opened_them_for_a_month(
     load, tmp_path
 ):
@@ -138,12 +159,12 @@ def test_entries_of_earlier_files_are_removed_when_nobody_has_opened_them_for_a_
     change(2)
     assert len(entries(tmp_path)) == 4
     leave_unused(tmp_path, days=31)
-    load(other)  # is in use again
+    load(spec)  # is in use again
     change(3)
-    left = {Path(name).name for name in entries(tmp_path)}
-    assert len(left) == 2  # the other folder's, and that of the files as they are
+    left = entries(tmp_path)
+    assert len(left) == 3  # that one, that of the files as they are, and the other folder's
     load(other)
-    assert set(entries(tmp_path)) == left
+    assert entries(tmp_path) == left
 
 
 def test_an_entry_of_an_earlier_version_is_not_used_and_is_removed_in_time(

@@ -210,6 +210,24 @@ def test_a_large_alpha_is_nearly_uniform(partition):
     assert abs(counts - 100).max() < 50  # 5 sigma
 
 
+def test_dirichlet_is_the_loop_of_the_public_code():
+    """Yurochkin et al.'s: class by class, cut at int(cumulative share * size), until all have 4."""
+    labels, num_draws, smallest = balanced_labels(4, 12), 0, set()
+    for seed in range(20):
+        rng = np.random.Generator(np.random.PCG64(seed))
+        expected = np.zeros((3, 4), dtype=int)
+        while expected.sum(axis=1).min() < 4:
+            num_draws += 1
+            for k in range(4):
+                cuts = [int(end * 12) for end in np.cumsum(rng.dirichlet([0.3] * 3))[:2]]
+                expected[:, k] = np.diff([0, *cuts, 12])
+        parts = dirichlet_partition(labels, 3, 0.3, seed, min_size=4)
+        assert (label_counts(parts, labels) == expected).all()
+        smallest.add(min(sizes(parts)))
+    assert num_draws > 20
+    assert min(smallest) == 4  # is enough
+
+
 def test_dirichlet_balanced_with_a_small_alpha_gives_few_classes_a_client():
     """The largest of 10 shares from Dir(0.05) has median 0.82; less here, as classes run out."""
     labels = balanced_labels(10, 1000)

@@ -15,8 +15,15 @@ from flwr.common.constant import ErrorCode
 from run_fixtures import wait_until
 
 import server_app.exchange
-from protocol.flower_compat import NotPushedError, assign_message_id, assign_source_node
-from server_app.exchange import MAX_POLL_S, RETURN_TIMEOUT_S, Exchange, Stops
+from protocol.flower_compat import (
+    CLIENT_FAILED,
+    NotPushedError,
+    assign_message_id,
+    assign_source_node,
+    reply_bound,
+)
+from server_app.exchange import MAX_POLL_S, MAX_PULLS, RETURN_TIMEOUT_S, Exchange, Stops
+from server_app.federation import exchange_of
 
 pytestmark = pytest.mark.usefixtures("task_identity")
 superlink = 1  # the source of a reply that it gives in a node's place
@@ -174,6 +181,21 @@ def test_the_limit_is_for_each_of_the_clients_that_a_worker_trains_in_turn(clock
     assert outcomes(replies) == [(5, 5), (6, reason)]
 
 
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_the_limit_of_a_simulation_has_a_turn_for_the_message_of_a_worker_that_died(num_workers):
+    """Each takes a whole turn, and the last one two: its worker dies at the end of the first."""
+    grid = ToyGrid(lambda node, before: "reply")
+    grid.is_in_process = True
+    turns = exchange_of(grid, None, None, num_workers).turns
+    for num in range(num_workers + 1, 10):
+        idle_from = [0] * num_workers
+        for _ in range(num + 1):
+            idle_from[idle_from.index(min(idle_from))] += 1
+        assert max(idle_from) <= turns(num) <= max(idle_from) + 1
+    assert [turns(num) for num in range(1, num_workers + 1)] == [1] * num_workers
+    assert exchange_of(grid, None, None, num_workers=0).turns(9) == 1  # trains in this process
+
+
 @pytest.mark.parametrize(("pull_s", "gap_s"), [(1e-5, 0.01), (3e-4, 0.06), (0.01, 0.5)])
 def test_a_simulation_is_polled_as_often_as_costs_half_a_percent_of_a_core(
     clock, monkeypatch, pull_s, gap_s
@@ -286,7 +308,9 @@ def test_a_node_that_says_it_is_not_connected_has_failed_and_is_not_asked_again(
     grid.pull_messages = pull_from_nodes
     exchange = Exchange(grid, str, lambda nodes, timeout_s: {n: n for n in nodes})
     reason = "no heartbeat" if what == "gone" else "no answer in time"
-    assert outcomes(exchange.ask(to(5, 6), 2, "round 3")) == [(5, 5), (6, reason)]
+    replies = exchange.ask(to(5, 6), 2, "round 3")
+    assert outcomes(replies) == [(5, 5), (6, reason)]
+    assert replies[1].error.code == CLIENT_FAILED
     assert grid.pushes == [5, 6]
     assert exchange.silent == set()
 
@@ -331,6 +355,15 @@ def test_a_client_that_does_not_return_is_given_up_before_the_deadline(clock):
     exchange = Exchange(grid, str, lambda nodes, timeout_s: {})
     assert outcomes(exchange.ask(to(5, 6), 60, "round 3")) == [(5, 5), (6, "no heartbeat")]
     assert RETURN_TIMEOUT_S <= clock.now < RETURN_TIMEOUT_S + 2 * MAX_POLL_S
+    assert outcomes(exchange.ask(to(6), 10, "round 4")) == [(6, "no heartbeat")]
+    assert exchange.silent == set()  # it was not there to answer
+
+
+def test_a_client_that_returns_late_is_asked_while_others_are_awaited(clock):
+    grid = ToyGrid(lambda node, before: "gone" if (node, before) == (6, 0) else "reply" * after(3))
+    after = lambda num: clock.now > num * RETURN_TIMEOUT_S  # noqa: E731
+    exchange = Exchange(grid, str, lambda nodes, timeout_s: {6: 6} if after(2) else {})
+    assert outcomes(exchange.ask(to(5, 6), 200, "round 3")) == [(5, 5), (6, 6)]
 
 
 def test_a_look_for_a_client_costs_neither_the_deadline_nor_what_arrives_meanwhile(clock):
@@ -372,13 +405,26 @@ def test_a_message_that_the_grid_refuses_is_an_error_reply(hurry):
 @pytest.mark.end_to_end  # waits for three seconds
 def test_a_client_that_sends_without_end_costs_the_deadline_and_is_named(hurry, caplog):
     """Flower's pull returns when it has all arrays, or after two hours."""
+    pulls, most_at_once = [], 0
+
+    def slow(message_ids):
+        nonlocal most_at_once
+        pulls.append(1)
+        most_at_once = max(most_at_once, len(pulls))
+        replies = pull(message_ids)
+        grid.release.wait(20 * (not replies))  # so that those behind the slow one are slow too
+        pulls.pop()
+        return replies
+
     grid = ToyGrid(lambda node, before: "slow" if node == 6 else "reply")
+    pull, grid.pull_messages = grid.pull_messages, slow
     exchange = Exchange(grid, {5: "a", 6: "b", 7: "c"}.get)
     started = time.monotonic()
     replies = exchange.ask(to(5, 6, 7), 3.0, "round 1")
     assert 3.0 <= time.monotonic() - started < 15
     assert outcomes(replies)[1] == (6, "no answer within round-timeout = 3 seconds")
     assert outcomes(replies)[2] == (7, 7)  # behind the slow one: pulled by another thread
+    assert 2 <= most_at_once <= MAX_PULLS
     assert outcomes(exchange.ask(to(5), 5, "round 2")) == [(5, 5)]
     grid.release.set()
 
@@ -457,15 +503,17 @@ def test_a_reply_that_was_lost_is_asked_for_again_twice_at_most(hurry, caplog, w
 @pytest.mark.parametrize(("at_s", "ttl_s"), [(20.0, [30.0]), (44.0, [6.0]), (45.1, [])])
 def test_what_is_sent_again_expires_with_the_round_and_not_in_its_last_tenth(clock, at_s, ttl_s):
     grid = ToyGrid(lambda node, before: "reply" if before else "killed" * (clock.now >= at_s))
-    push, ttls = grid.push_messages, []
+    push, sent = grid.push_messages, []
 
     def note(messages):
-        ttls.extend(message.metadata.ttl for message in messages)
+        sent.extend(message.metadata for message in messages)
         return push(messages)
 
     grid.push_messages = note
-    Exchange(grid, str, lambda nodes, timeout_s: {}).ask(to(5), 50.0, "round 1")
-    assert ttls[1:] == pytest.approx(ttl_s, abs=0.6)
+    exchange = Exchange(grid, str, lambda nodes, timeout_s: {})
+    exchange.ask(to(5), 50.0, "round 1", max_bytes=1000)
+    assert [about.ttl for about in sent[1:]] == pytest.approx(ttl_s, abs=0.6)
+    assert {reply_bound(about.group_id) for about in sent} == {1000}
 
 
 def test_a_reply_that_another_pull_has_just_taken_is_not_asked_for_again(hurry, monkeypatch):
@@ -518,11 +566,37 @@ def test_a_reply_that_arrives_together_with_word_that_it_is_gone_is_taken(hurry,
 
 @pytest.mark.end_to_end  # waits for three seconds
 def test_a_reply_that_cannot_be_read_costs_its_client_alone(hurry):
-    grid = ToyGrid(lambda node, before: "unreadable" if node == 5 else "reply")
+    """From then on each is pulled by itself: Flower loses those that it has read before one."""
+    grid = ToyGrid(lambda node, before: "unreadable" if node == 5 else "reply" * (len(nums) > 1))
+    pull, nums = grid.pull_messages, []
+
+    def note(message_ids):
+        nums.append(len(message_ids))
+        return pull(message_ids)
+
+    grid.pull_messages = note
     assert outcomes(Exchange(grid, str).ask(to(5, 6), 3, "round 1")) == [
         (5, "no answer within round-timeout = 3 seconds"),
         (6, 6),
     ]
+    assert nums[0] == 2
+    assert set(nums[1:]) == {1}
+
+
+def test_an_error_of_an_earlier_rounds_pull_does_not_end_the_run(hurry):
+    class Broken(ToyGrid):
+        def pull_messages(self, message_ids):
+            replies = super().pull_messages(message_ids)
+            if replies and self.pushes == [6]:
+                raise httpx.ReadError("connection reset by peer")
+            return replies
+
+    grid = Broken(lambda node, before: "slow" if node == 6 else "reply")
+    exchange = Exchange(grid, str)
+    exchange.ask(to(6), 0.05, "round 1")
+    grid.release.set()
+    wait_until(lambda: not exchange.pulled.empty())
+    assert outcomes(exchange.ask(to(5), 5, "round 2")) == [(5, 5)]
 
 
 def test_a_superlink_that_is_gone_for_good_ends_the_run():

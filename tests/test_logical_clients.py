@@ -4,6 +4,7 @@ import itertools
 import math
 import pickle
 import warnings
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -235,6 +236,38 @@ def test_a_slow_worker_is_measured_and_gets_less(monkeypatch):
             units[worker] = sum(grid.expected_time(client + 2) for client in clients)
     slow, fast = (units[worker] for worker in grid.workers)
     assert slow / (slow + fast) == pytest.approx(1 / 4, abs=0.05)
+
+
+def test_a_worker_that_was_not_measured_counts_as_the_mean_of_the_others():
+    grid = LogicalGrid(Nodes(3), 60)
+    first, second, third = grid.workers
+    grid.seconds_per_unit = {first: 0.01, second: 0.03}
+    num = Counter[int]()
+    for worker, places in grid.parts([1.0] * 60, is_training=False):
+        num[worker] += len(places)
+    speeds = [100, 100 / 3, 50]  # units a second
+    expected = [60 * speed / sum(speeds) for speed in speeds]
+    assert [num[w] for w in (first, second, third)] == pytest.approx(expected, abs=1)
+
+
+def test_a_second_measurement_of_a_worker_counts_as_much_as_what_was_known():
+    grid = LogicalGrid(Nodes(1), 4)
+    [worker] = grid.workers
+    grid.expected_time = lambda node: 2.0
+    message = Message(RecordDict(), dst_node_id=2, message_type="train")
+    for seconds, expected in ((8.0, 4.0), (4.0, 3.0), (2.0, 2.0)):
+        content = RecordDict({"metrics": MetricRecord({"seconds": seconds})})
+        grid.learn(worker, [message, message], [content, Error(9, "died")])
+        assert grid.seconds_per_unit == {worker: expected}
+
+
+def test_many_clients_of_workers_that_do_not_sum_are_sent_in_two_parts():
+    grid = LogicalGrid(Nodes(3), 40)
+    assert len(grid.parts([1.0] * 11, is_training=True)) == 3
+    assert len(grid.parts([1.0] * 12, is_training=True)) == 3 + 1
+    assert len(grid.parts([1.0] * 12, is_training=False)) == 3
+    grid.summing = Summing({}, {}, {}, lambda nodes, sums: None)
+    assert len(grid.parts([1.0] * 12, is_training=True)) == 3
 
 
 def test_a_worker_that_dies_is_an_error_of_each_of_its_clients():
