@@ -17,6 +17,7 @@ from run_fixtures import SMALL, same_bits
 import client_app.app
 import client_app.handlers
 from client_app.setup import dataset_spec_of, model_for, open_source
+from data.partitions import Parts
 from protocol.config import resolve_config
 from protocol.exact_sum import ExactSum
 from protocol.flower_compat import GPU_LOST, begin_task
@@ -312,7 +313,11 @@ def test_numbers_are_sampled_as_their_names():
 
 
 @pytest.mark.parametrize(
-    "keys", [{}, {"local-test-fraction": 0.3}, {"partition": "shards", "data-fraction": 0.5}]
+    "keys",
+    [
+        *({}, {"local-test-fraction": 0.3}, {"local-test-fraction": 0.01}),
+        {"partition": "shards", "data-fraction": 0.5},
+    ],
 )
 def test_the_computed_roster_is_what_clients_would_answer(keys):
     config = resolve_config(SMALL | keys)
@@ -373,6 +378,31 @@ def test_networks_that_do_not_fit_the_runs_model_are_refused_with_all_widths(net
     with pytest.raises(ValueError, match="widths differ") as refused:
         check_simulated_roster(roster, False)
     assert f"{found}; the run's model resnet20 has 64" in str(refused.value)
+
+
+@pytest.mark.parametrize("metrics", ["exact", "withheld"])
+def test_a_class_that_no_client_has_is_named_where_clients_tell_their_counts(metrics):
+    keys = {"method": "fedreco", "privacy.epsilon": 0.5, "privacy.metrics": metrics}
+    config = resolve_config(SMALL | keys)
+    source = open_source(config)
+    roster = SimulatedRoster(config, source, 6)
+    of_others = np.flatnonzero(np.asarray(source.train.labels) != 3)
+    roster.parts = Parts(of_others, np.arange(len(of_others)) % 6, 6)
+    if metrics == "withheld":
+        check_simulated_roster(roster, False)
+    else:
+        with pytest.raises(ValueError, match=f"class.*{source.class_names[3]}"):
+            check_simulated_roster(roster, False)
+
+
+def test_the_digest_of_a_split_is_of_all_that_it_depends_on():
+    def digest(num_clients=4, **keys):
+        config = resolve_config(SMALL | keys)
+        return SimulatedRoster(config, open_source(config), num_clients).digest()
+
+    same, others = digest(), [{"seed": 9}, {"local-test-fraction": 0.2}, {"partition": "shards"}]
+    assert digest(lr=0.5) == same
+    assert len({same, digest(5), *(digest(**keys) for keys in others)}) == 5
 
 
 def test_a_message_from_a_server_with_other_code_is_refused(monkeypatch):
