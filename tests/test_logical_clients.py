@@ -380,6 +380,12 @@ def test_networks_that_do_not_fit_the_runs_model_are_refused_with_all_widths(net
     assert f"{found}; the run's model resnet20 has 64" in str(refused.value)
 
 
+def test_a_network_that_no_client_trains_may_have_another_width():
+    networks = {"model": "resnet20", "norm": "group", "client-models": "resnet20,resnet20,resnet18"}
+    config = resolve_config(SMALL | networks | {"method": "fedreco"})
+    check_simulated_roster(SimulatedRoster(config, open_source(config), 2), False)
+
+
 @pytest.mark.parametrize("metrics", ["exact", "withheld"])
 def test_a_class_that_no_client_has_is_named_where_clients_tell_their_counts(metrics):
     keys = {"method": "fedreco", "privacy.epsilon": 0.5, "privacy.metrics": metrics}
