@@ -304,13 +304,21 @@ def test_a_client_of_tiny_deviations_does_not_rule_the_product_under_a_norm_boun
 
 
 @pytest.mark.parametrize(
-    ("seen", "is_fine"), [((1, 0, 1), True), ((1, 0, 0), True), ((1, 1, 0), False)]
+    ("seen", "scale", "reason"),
+    [
+        ((1, 0, 1), 1.0, ""),
+        ((1, 0, 0), 1.0, ""),
+        ((1, 1, 0), 1.0, "array 'seen' has a class without samples"),
+        ((1, 0, 0.5), 1.0, "array 'seen' has values other than 0 and 1"),
+        ((1, 0, 1), 2e-12, ""),
+        ((1, 0, 1), 5e-13, "array 'S' holds 5e-13: expected at least 1e-12"),
+        ((1, 0, 1), -1.0, "array 'S' holds -1: expected at least 1e-12"),
+    ],
 )
-def test_the_server_rejects_gaussians_of_classes_without_samples(seen, is_fine):
+def test_the_server_rejects_gaussians_that_no_client_can_have(seen, scale, reason):
     """An epoch cut short may miss a class, and shows none that the client does not have."""
     config = cr()
     server = FedCRServer(config, build_network(config, SHAPE, NUM_CLASSES))
     server.roster = {1: RosterEntry("a", [4, 0, 2], [], [1, 28, 28], "cnn", 256, "", 0)}
-    extra = {"M": server.m, "S": server.s, "seen": torch.tensor(seen, dtype=torch.float)}
-    said = server.extra_reason(TrainReply("a", 1, {}, extra, {}))
-    assert said == ("" if is_fine else "array 'seen' has a class without samples")
+    extra = {"M": server.m, "S": server.s * scale, "seen": torch.tensor(seen, dtype=torch.float)}
+    assert server.extra_reason(TrainReply("a", 1, {}, extra, {})) == reason

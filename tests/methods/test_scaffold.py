@@ -303,6 +303,7 @@ def test_with_weights_by_examples_a_step_of_everybody_is_the_weighted_gradient()
     [
         ({}, ["from 2 (b) to 22 (a)", "batches-per-epoch"]),
         ({"batch_size": 9}, ["from 2 (b) to 24 (a)"]),
+        ({"batch_size": 11}, []),  # ten times as many
         ({"batch_size": 40}, []),
         ({"batches_per_epoch": 3}, []),
     ],

@@ -85,6 +85,29 @@ def test_a_long_curve_keeps_its_ends_and_its_extremes():
     assert kept_points(y[:600], 600) == list(range(600))
 
 
+def test_a_note_stays_with_its_point_on_a_long_curve():
+    x = list(range(1, 1001))
+    curve = Curve("a", x, [value % 7.0 for value in x], note=list(map(str, x)))
+    (trace,) = curves([curve], "MB", "y")["data"]
+    assert len(trace["x"]) < 1000
+    assert trace["customdata"] == [f" {value:g}" for value in trace["x"]]
+
+
+def test_a_band_goes_there_along_its_upper_edge_and_back_along_its_lower_one():
+    spread = [0.5, None, 1.0]
+    figure = curves([Curve("a", [1, 2, 3], [1.0, 2.0, 4.0], spread)], "round", "y")
+    band = figure["data"][0]
+    assert (band["x"], band["y"]) == ([1, 3, 3, 1], [1.5, 5.0, 3.0, 0.5])
+
+
+def test_few_rounds_have_a_tick_each():
+    def ticks(num_rounds, x="round"):
+        curve = Curve("a", range(1, num_rounds + 1), [1.0] * num_rounds)
+        return curves([curve], x, "y")["layout"]["xaxis"].get("dtick")
+
+    assert (ticks(1), ticks(8), ticks(9), ticks(8, "MB")) == (None, 1, None, None)
+
+
 def test_smoothing_is_the_bias_corrected_moving_average():
     values = [3.0, -1.0, 4.0, 1.5]
     for t, found in enumerate(smoothed(values, 0.6)):
@@ -102,7 +125,10 @@ def test_bars_add_up_where_rounds_share_a_bar():
 
 
 def test_every_value_is_in_one_bin():
-    assert sum(histogram([0.0, 0.5, 1.0, 1.0], "x", "n")["data"][0]["y"]) == 4
+    (trace,) = histogram([0.0, 0.9, 1.0, 3.9, 4.0], "x", "n", num_bins=4)["data"]
+    assert trace["y"] == [2, 1, 0, 2]
+    assert trace["x"] == [0.5, 1.5, 2.5, 3.5]
+    assert trace["width"] == [1.0] * 4
 
 
 def test_equal_values_are_one_bar_around_the_value():
@@ -118,6 +144,7 @@ def test_names_that_begin_alike_are_rows_and_curves_of_their_own():
     assert figure["data"][0]["y"] == clients
     shown = figure["layout"]["yaxis"]["labelalias"]
     assert list(shown) == clients
+    assert shown[clients[2]] == "st-josephs-hospital-…ment-of-radiology-2"
     assert len(set(shown.values())) == 4
     assert max(map(len, shown.values())) == 40
     data = curves([Curve(f"{'a' * 150}{i}", [1], [1.0]) for i in range(3)], "round", "y")["data"]
