@@ -58,6 +58,12 @@ def test_without_containers_the_machine_is_checked_and_without_permission_it_say
         "[ $1 = ps ] && printf 'k-wo\\tkeel-a\\tworker\\tUp\\n' || { echo gone >&2; exit 1; }"
     )
     assert lines[-2] == "PROBLEM  k-wo: the doctor did not finish there: gone"
+    worker = "printf 'k-wo\\tkeel-a\\tworker\\tUp\\n'"
+    lines = at_a_client(f"[ $1 = ps ] && {worker} || {{ echo 'ok  disk: full'; exit 137; }}")
+    assert lines[-3:-1] == [
+        "ok       k-wo: disk: full",  # is not all
+        "PROBLEM  k-wo: the doctor did not finish there: exit status 137",
+    ]
 
 
 def test_a_docker_that_hangs_is_a_problem_and_the_machine_is_checked(at_a_client, monkeypatch):

@@ -24,8 +24,12 @@ def test_files_that_are_missing_or_open_to_others(made, tmp_path):
     assert list(check_private_files(made / "site-a", ["ca.pem", "client.key"])) == []
     assert "is missing" in result(check_private_files(tmp_path, ["client.key"]))[1]
     key = tmp_path / "client.key"
-    key.touch(0o644)
-    assert "chmod 600" in result(check_private_files(tmp_path, ["client.key"]))[1]
+    for mode in (0o644, 0o640, 0o604):
+        key.touch()
+        key.chmod(mode)
+        assert "chmod 600" in result(check_private_files(tmp_path, ["client.key"]))[1]
+    key.chmod(0o600)
+    assert list(check_private_files(tmp_path, ["client.key"])) == []
 
 
 @pytest.mark.parametrize(
@@ -92,6 +96,13 @@ def test_an_exception_in_a_check_is_a_problem_of_one_line(made, tmp_path, monkey
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(keel.deployment.checks_host, "timeout_s", 0.2)
     assert result(check_clock()) == (True, "clock: timedatectl gave no answer within 0.2 seconds")
+
+
+@pytest.mark.parametrize(("answer", "is_problem"), [("no", True), ("yes", False), ("", False)])
+def test_a_clock_that_is_known_not_to_be_synchronised(tmp_path, monkeypatch, answer, is_problem):
+    program(tmp_path / "timedatectl", f"echo {answer}")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert ["turn on NTP" in finding.text for finding in check_clock()] == [True] * is_problem
 
 
 def test_a_key_with_a_password_is_named(tmp_path):

@@ -1,6 +1,7 @@
 """Checks of where Keel's code runs, for deployment and simulation."""
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -118,6 +119,15 @@ def test_requirements_of_simulation_in_order():
 def test_too_little_memory_names_the_way_out(monkeypatch):
     monkeypatch.setattr(checks_runtime, "min_memory_bytes", 2**60)
     assert "end other programs" in problem(check_memory())
+
+
+@pytest.mark.skipif(not Path("/dev/shm").exists(), reason="no shared memory as a folder")
+def test_too_little_shared_memory_for_ray_names_the_containers_option(monkeypatch):
+    monkeypatch.setattr(checks_runtime, "min_shared_memory_bytes", 2**60)
+    memory, shared = check_memory()
+    assert not memory.is_problem
+    assert shared.is_problem
+    assert "--shm-size" in shared.text
 
 
 def test_ray_that_is_missing_or_another_version_is_a_problem(monkeypatch):

@@ -114,6 +114,7 @@ def test_a_client_is_added_later_and_nothing_else_changes(made):
         (["not a name"], ["a"], "expected a DNS name or an IP address"),
         (["ok.org"], ["../up"], "expected at most 63 letters"),
         (["ok.org"], ["ca"], "expected at most 63 letters"),
+        (["ok.org"], ["site-a", "server"], "client 'server': expected at most 63 letters"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_made_for_them(tmp_path, names, clients, said):
