@@ -51,6 +51,25 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
     target.load_state_dict(dict(pairs))
 
 
+@pytest.mark.parametrize(
+    ("name", "is_he"),
+    [
+        *(("resnet20", True), ("resnet50", True), ("vgg9", True)),
+        *(("resnet18", False), ("cnn-fedcka", False)),
+    ],
+)
+def test_convolutions_begin_with_he_s_variance_or_torchs_own(name, is_he):
+    """N(0, 2 / fan_out) in the networks that say so; else uniform within 1 / sqrt(fan_in)."""
+    for module in build(name).stages.modules():
+        if isinstance(module, nn.Conv2d):
+            weight = module.weight
+            fan_out, fan_in = weight[:, 0].numel(), weight[0].numel()
+            expected = 2 / fan_out if is_he else 1 / (3 * fan_in)
+            assert weight.std().item() == pytest.approx(
+                expected**0.5, rel=4 / weight.numel() ** 0.5
+            )
+
+
 def randomise(model: nn.Module) -> None:
     """Norm layers away from their neutral start, so that a missing or swapped one shows."""
     generator = torch.Generator().manual_seed(5)

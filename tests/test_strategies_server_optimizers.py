@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from protocol.config import resolve_config
 from protocol.messages import RosterEntry, TrainReply, TrainRequest, array_record, tensors
 from protocol.messages import request_record as record_of
-from protocol.server_optimizers import FedAdamOptions, FedAvgMOptions
+from protocol.server_optimizers import FedACGOptions, FedAdamOptions, FedAvgMOptions
 from strategies.average import Average
-from strategies.server_optimizers import FedAdamStep, FedAvgMStep
+from strategies.server_optimizers import FedACGStep, FedAdamStep, FedAvgMStep
 from strategies.server_optimizers import server_optimizer as server_step_of
 
 shapes = {"conv": (2, 3), "fc": (5,)}
@@ -90,6 +90,23 @@ def test_fedadam_equals_its_equations_by_hand_over_five_rounds(form, lr, beta1, 
                 a = float(average[name][at])
                 w, m, v = fedadam_by_hand(w, a, m, v, r, lr, beta1, beta2, tau, form)
                 assert_close(model[name], {at: w})
+
+
+@pytest.mark.parametrize("lambda_", [0.85, 0.3, 0.0])
+def test_fedacg_equals_its_equations_by_hand_over_five_rounds(lambda_):
+    """wh = w + lambda m is sent; m <- lambda m + (A - wh); w <- w + m."""
+    step = FedACGStep(FedACGOptions(lambda_=lambda_, beta=0.01))
+    w, model = random_arrays(shapes, seed=1), random_arrays(shapes, seed=1)
+    m = {name: torch.zeros_like(array) for name, array in w.items()}
+    for average in averages(5):
+        broadcast = step.broadcast(model)
+        model = step.step(model, average, shapes.keys())
+        for name in shapes:
+            wh = w[name] + lambda_ * m[name]
+            torch.testing.assert_close(broadcast[name], wh, rtol=1e-12, atol=1e-13)
+            m[name] = lambda_ * m[name] + (average[name] - wh)
+            w[name] = w[name] + m[name]
+            torch.testing.assert_close(model[name], w[name], rtol=1e-12, atol=1e-13)
 
 
 # --- numbers on paper, from baselines.md 14.3 and 15.4 ---------------------------------------
