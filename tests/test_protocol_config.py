@@ -193,6 +193,11 @@ CONTRADICTIONS = [
         ["server-optimizer = 'fedadam'", "fedreco", "fedavg"],
     ),
     ({"source": "folder:data"}, ["source = 'folder:data'", "absolute"]),
+    (
+        {"checkpoint-every": 5, "snapshot-every": 2},
+        ["checkpoint-every = 5", "a multiple of snapshot-every = 2, or 0"],
+    ),
+    ({"server": "fedadam", "server-optimizer": "fedavg"}, ["server is the old name of server-opt"]),
     ({"privacy.epsilon": 1e-300}, ["privacy.epsilon = 1e-300", "0 (no noise) or at least 1e-06"]),
     ({"privacy.epsilon": 1.5}, ["privacy.epsilon = 1.5", "below 1", "0 turns"]),
     (
@@ -275,10 +280,26 @@ def test_keys_that_contradict_each_other_are_refused_in_one_line(keys, words):
         {"source": "npz:/tmp/a.npz"},
         {"source": "folder:~/data"},
         {"device": "cuda:1"},
+        {"checkpoint-every": 4, "snapshot-every": 2},
+        {"checkpoint-every": 0, "snapshot-every": 3},
     ],
 )
 def test_keys_that_fit_together_are_accepted(keys):
     resolve_config(keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, "none"),
+        ({"method": "fedrep"}, "all"),
+        ({"evaluate-clients": "cohort"}, "cohort"),
+        ({"evaluate-clients": "all", "privacy.epsilon": 0.5}, "none"),
+        ({"evaluate-clients": "all", "privacy.epsilon": 0.5, "privacy.metrics": "exact"}, "all"),
+    ],
+)
+def test_clients_are_evaluated_unless_they_withhold_what_they_measure(keys, expected):
+    assert resolve_config(keys).evaluated_clients == expected
 
 
 NO_TORCH = """

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 import strategies.average
 from protocol.config import resolve_config
 from protocol.exact_sum import ExactSum
+from protocol.flower_compat import assign_source_node
 from protocol.messages import (
     PACKED,
     RosterEntry,
@@ -459,6 +460,15 @@ def test_every_client_is_told_its_last_round_that_counted():
     with pytest.raises(TooFewRepliesError):  # a round that fails counts for nobody
         strategy.aggregate_train(2, [])
     assert told(ask(strategy, current, 2)) == after_one
+
+
+def test_a_node_that_was_not_asked_is_no_client_that_failed():
+    strategy = average_of(backoff_after=1)
+    replies = [answer(*pair) for pair in all_answers(strategy, network().state_dict())]
+    assign_source_node(replies[0], 999)
+    strategy.aggregate_train(1, replies)
+    assert list(strategy.report.left_out) == ["node 999"]
+    assert strategy.backoff.failures == {}
 
 
 def test_a_resumed_run_knows_the_median_norm_that_bounds_the_next_round():
