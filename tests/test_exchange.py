@@ -437,6 +437,21 @@ def test_a_client_that_sends_without_end_costs_the_deadline_and_is_named(hurry, 
     assert "client b's reply to round 1" in exchange.take_late()
 
 
+def test_a_late_reply_that_still_arrives_does_not_hold_up_the_next_round(hurry, monkeypatch):
+    def slow(message_ids):
+        replies = pull(message_ids)
+        grid.release.wait(20 * (not replies))
+        return replies
+
+    grid = ToyGrid(lambda node, before: "slow" if node == 6 else "reply")
+    pull, grid.pull_messages = grid.pull_messages, slow
+    exchange = Exchange(grid, str)
+    exchange.ask(to(6), 0.05, "round 1")
+    monkeypatch.setattr(server_app.exchange, "SLOW_PULL_S", 60.0)
+    assert outcomes(exchange.ask(to(5), 3, "round 2")) == [(5, 5)]
+    grid.release.set()
+
+
 def test_time_in_which_the_superlink_answers_nothing_does_not_count(clock):
     is_away = lambda: clock.now < 60  # noqa: E731
     grid = ToyGrid(lambda node, before: "" if is_away() else "reply")
