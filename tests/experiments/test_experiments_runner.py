@@ -19,7 +19,7 @@ from method_fixtures import METHODS
 from rich.console import Console
 
 from keel.cli.main import main as keel
-from keel.experiments import runner, tasks
+from keel.experiments import plan, runner, tasks
 from keel.experiments.archive import pack, unpacked
 from keel.experiments.claims import (
     JudgedClaim,
@@ -567,6 +567,24 @@ def test_a_value_that_diverges_is_the_worst_of_the_tuned_ones(tmp_path):
         run = run_of(recipe.cells[0], {"fedprox.mu": mu}, 0, how, tmp_path)
         fake_run(run, 0.1, status=status)
     assert best_candidate(recipe.cells[0], how, tmp_path, ()) == {"fedprox.mu": 0.1}
+
+
+@pytest.mark.parametrize(("is_time", "best"), [(True, 2), (False, 3)])
+def test_the_best_of_times_is_the_shortest(monkeypatch, is_time, best):
+    numbers = {1: 30.0, 2: 12.0, 3: math.inf if is_time else 40.0, 4: None}
+
+    def finished(cell, keys, *_):
+        return SimpleNamespace(finished=lambda: True, mu=keys["mu"])
+
+    monkeypatch.setattr(plan, "run_of", finished)
+    monkeypatch.setattr(plan, "number_of", lambda cell, run: numbers[run.mu])
+    cell = SimpleNamespace(
+        take=SimpleNamespace(is_time=is_time),
+        paper_candidate=None,
+        candidates=[{"mu": mu} for mu in numbers],
+    )
+    options = SimpleNamespace(full_grid=False, tuning_seed=0)
+    assert plan.best_candidate(cell, options, Path()) == {"mu": best}
 
 
 def test_where_every_tuned_value_diverges_one_is_run_with_the_other_seeds_and_the_side_fails(

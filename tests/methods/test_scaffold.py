@@ -25,7 +25,7 @@ from client_app.objective import LocalObjective, train_on_objective
 from client_app.samples import Step
 from client_app.setup import build_network
 from models.fixed import FixedModule
-from protocol.messages import TrainReply
+from protocol.messages import RosterEntry, TrainReply
 from strategies.average import Average
 from strategies.scaffold import ScaffoldServer
 
@@ -296,6 +296,20 @@ def test_with_weights_by_examples_a_step_of_everybody_is_the_weighted_gradient()
     assert path(method="fedavg") == pytest.approx(expected, rel=1e-12)
     assert path() == pytest.approx(expected, rel=1e-12)
     assert abs(path(control_weighting="uniform")[-1] - expected[-1]) > 1e-2
+
+
+def test_no_client_declares_itself_more_of_c_than_the_largest_share():
+    """With a cap of a half, 980 counts as the 20 of the others; known sizes are not capped."""
+    config = make_config(method="scaffold", max_weight_share=0.5)
+    server = ScaffoldServer(config, build_network(config, SHAPE, NUM_CLASSES))
+    counts = {"a": 10, "b": 10, "c": 980}
+    server.roster = {
+        node: RosterEntry(name, [n], [], [1, 28, 28], "cnn", 8, "", 0)
+        for node, (name, n) in enumerate(counts.items())
+    }
+    assert server.extra_shares(["a", "b", "c"]) == {"a": 0.25, "b": 0.25, "c": 0.5}
+    server.partition_sizes = counts
+    assert server.extra_shares(["c"]) == {"c": 0.98}
 
 
 @pytest.mark.parametrize(
