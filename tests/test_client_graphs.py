@@ -167,6 +167,7 @@ def gradient_of(x):
     return weight.grad
 
 
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 @pytest.mark.parametrize(
     ("function", "operation"),
     [
@@ -174,6 +175,7 @@ def gradient_of(x):
         (gradient_of, "_local_scalar_dense"),
         (lambda x: x + x.nonzero().shape[0], "nonzero"),
         (lambda x: x[x > 0], "index"),
+        (lambda x: x[(x > 0).byte()], "index"),
         (lambda x: x * torch.equal(x, x), "equal"),
         (lambda x: torch.rand(2, generator=torch.Generator()) * x, "rand"),
         (lambda x: x.to("meta"), "_to_copy"),

@@ -729,6 +729,15 @@ def test_workers_sum_nothing_where_the_server_needs_each_update(monkeypatch, key
     assert len(strategy.report.accepted) == 5
 
 
+@pytest.mark.parametrize(("largest", "is_summed"), [(20, True), (100_000, False)])
+def test_an_outliers_update_is_compared_with_those_of_the_others(monkeypatch, largest, is_summed):
+    counts = [10, 11, 12, 13, largest]
+    strategy = streaming(monkeypatch, counts=counts, weighting="uniform")
+    strategy.partition_sizes = {}
+    ask(strategy, network().state_dict())
+    assert bool(strategy.begin_sums(1)) == is_summed
+
+
 @pytest.mark.parametrize(
     ("keys", "is_summed"),
     [
