@@ -369,7 +369,8 @@ def test_a_verdict_before_all_seeds_have_ended_says_so(num_missing, tmp_path):
     assert claim.remarks == "after 2 of 3 seeds" * num_missing
     assert claim.decide == "3 seeds" * num_missing
     for page in write_report(tmp_path)[:2]:
-        assert ("reproduced; after 2 of 3 seeds" in page.read_text()) == bool(num_missing)
+        text = page.read_text().replace("<small>", "")
+        assert ("reproduced; after 2 of 3 seeds" in text) == bool(num_missing)
     assert ("| reproduced |" in page.read_text()) != bool(num_missing)
 
 
@@ -856,10 +857,10 @@ def test_a_damaged_file_of_a_run_is_named_with_what_to_do(
     history_in.cache_clear()
     recipe, (run, *_) = all_run(tmp_path)
     path = run.folder / "attempt" / name
-    noted = {"history.jsonl": digest((run.folder / "attempt" / "history.jsonl").read_bytes())}
     if "digest" in found:
         manifest = json.loads(path.with_name("manifest.json").read_text())
-        path.with_name("manifest.json").write_text(json.dumps(manifest | {"files": noted}))
+        manifest["files"] = {name: digest(path.read_bytes())}
+        path.with_name("manifest.json").write_text(json.dumps(manifest))
     path.write_text(damage(path.read_text()))
     for command in (
         lambda: write_report(tmp_path),
