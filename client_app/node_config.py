@@ -156,7 +156,7 @@ def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
     run directory, which does not change on a resume (Flower's run id does). In simulation, in the
     run directory, if that is on this machine. ValueError for a `run-dir` outside of these, and in a
     resident worker for a `state-dir` outside of $KEEL_HOME/clients. In deployment also for a folder
-    with the name of a file of client state: it would count as that file in another's folder.
+    named like a file of client state: it would count as that file in another run's folder.
     """
     client, sent = client_name(node_config), request.run_dir
     path, run, is_path = run_path(sent)
@@ -167,13 +167,12 @@ def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
         )
     max_ahead = max_rounds_ahead(request.config.rounds.checkpoint_interval)
     base = Path(str(node_config.get("state-dir", "")))
-    if is_deployed(node_config):
-        for name in (*base.parts, run, client):
-            if state_file.fullmatch(name):
-                raise ValueError(
-                    f"{name[:200]!r}: expected another name for a run, a client or a part of "
-                    "state-dir: files of client state have such names"
-                )
+    names = (*base.parts, run, client) if is_deployed(node_config) else ()
+    if taken := [name for name in names if state_file.fullmatch(name)]:
+        raise ValueError(
+            f"{taken[0][:200]!r}: expected another name: no run, client or folder of state-dir may "
+            "be named like a file of client state"
+        )
     if "state-dir" in node_config:
         clients, own = clients_folder().resolve(), base.resolve()
         is_below = own.is_relative_to(clients) and len(own.relative_to(clients).parts) <= MAX_DEPTH

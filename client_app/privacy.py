@@ -42,7 +42,7 @@ def clip_to_grid(
         steps = np.trunc(values * scale / step).astype(np.int64)
         if int(np.dot(steps, steps)) <= limit:
             return steps
-        scale = min(scale * (1 - 2.0**-40), math.nextafter(scale, 0))  # less, however small it is
+        scale = min(scale * (1 - 2.0**-40), math.nextafter(scale, 0))  # a denormal rounds back
 
 
 def privatise(arrays: Arrays, ctx: RoundContext) -> Arrays:

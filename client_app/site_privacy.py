@@ -50,7 +50,7 @@ METRICS = ("withheld", "exact")
 class PrivacyRefused(ValueError):
     """The server requests more than the site allows.
 
-    nameless: the message without a file's path, if it has one.
+    nameless: the message without a file's path, if the message has one.
     """
 
     def __init__(self, message: str, nameless: str = "") -> None:

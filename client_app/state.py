@@ -31,7 +31,7 @@ Groups = dict[str, Arrays]
 version_name = re.compile(r"round-(\d+)-([0-9a-f]{16})\.(safetensors|damaged)")
 reset_markers = (RESET_FILE, "begin-anew")  # the second is its old name
 reset_record = re.compile(r"(?:state-was-reset|begun-anew)-(\d+)")  # the round that followed
-# a file of a state folder; no folder may have such a name
+# files of a state folder; no folder may have such a name
 state_file = re.compile(
     r"(?:round-\d+-[0-9a-f]{16}|(?:state-was-reset|begun-anew)-\d+)(?:\..*)?"
     r"|reset-state|begin-anew|run-id"

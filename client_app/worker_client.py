@@ -75,5 +75,5 @@ def answer_timeout_s(message: Message) -> float:
         stated_s = float(json.loads(str(record["config"]))[key]) if record else 0.0
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
         stated_s = 0.0
-    # of other messages than Keel's, which the handlers refuse at once; NaN would never be over
+    # 0 or NaN: a message that is not Keel's server's, which the handlers refuse at once
     return min(stated_s, max_timeout_s) if stated_s > 0 else refusal_s

@@ -114,8 +114,10 @@ def content_digest(
     for path in paths:
         for file in [str(path)] if path.is_file() else files_under(path):
             found = os.stat(file)
-            if not stat.S_ISREG(found.st_mode):  # a named pipe would block for ever
-                raise ImageFileError(f"{file}: not a regular file", "an image is no regular file")
+            if not stat.S_ISREG(found.st_mode):  # a named pipe would block forever
+                raise ImageFileError(
+                    f"{file}: not a regular file", "an image is not a regular file"
+                )
             files.append((file, file.removeprefix(str(root))))
             # st_ctime: changes with the content, also where st_mtime was set back
             times = f"{found.st_mtime_ns}\t{found.st_ctime_ns}"

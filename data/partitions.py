@@ -262,7 +262,7 @@ def partition_indices(
 ) -> Parts:
     """The partition called `name`; options it does not take are ignored.
 
-    ValueError if it does not give each sample to one of the clients.
+    ValueError unless it gives each sample to exactly one client.
     """
     partition, taken = PARTITIONS[name]
     chosen = {option: value for option, value in options.items() if option in taken}
@@ -273,8 +273,8 @@ def partition_indices(
         or not np.array_equal(np.sort(parts.indices), np.arange(len(labels)))
     ):
         raise ValueError(
-            f"partition = {name!r}: {partition.__name__} (data/partitions.py) has to return Parts "
-            f"in which each of the {len(labels)} samples has one owner, of {num_clients} clients"
+            f"partition = {name!r}: {partition.__name__} (data/partitions.py) must return Parts "
+            f"that give each of the {len(labels)} samples to exactly one of {num_clients} clients"
         )
     return parts
 

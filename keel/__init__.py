@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "__version__", "load_model", "load_run", "run"]
 
-# A user's own data.py or models/ beside a script would be imported in the place of Keel's package.
+# A user's data.py or models/ beside a script would be imported instead of Keel's package.
 for _package in ("client_app", "data", "models", "protocol", "server_app", "strategies"):
     _spec = find_spec(_package)
     if _spec and _spec.origin:

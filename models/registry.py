@@ -21,7 +21,7 @@ PROJECTION_TAILS: dict[str, Callable[[], nn.Module]] = {
     "mlp-normalised": UnitLength,  # FedProc
 }
 PROJECTION_WIDTH = 256  # of MOON's projection and FedIntR's projection heads
-NO_STAGE_NAMES = ("features", "logits", "projection")  # layers of other meaning
+RESERVED_LAYERS = ("features", "logits", "projection")  # not for stages
 
 
 # Each takes the input shape and, where the model offers a choice of them, the norm layer and width.
@@ -120,18 +120,18 @@ def _trunk_of(name: str, input_shape: tuple[int, int, int], *options: object) ->
     if not isinstance(trunk, Trunk):
         raise ValueError(f"{place_of(build)} returned {type(trunk).__name__}: expected a Trunk")
     if not isinstance(trunk.stages, dict) or not trunk.stages:
-        raise ValueError(f"{place_of(build)}: expected stages in a dict, by name, at least one")
+        raise ValueError(f"{place_of(build)}: expected a dict of at least one stage")
     for key, stage in trunk.stages.items():
-        if not isinstance(stage, Stage) or set(key) & set(".:") or key in NO_STAGE_NAMES:
+        if not isinstance(stage, Stage) or set(key) & set(".:") or key in RESERVED_LAYERS:
             raise ValueError(
                 f"{place_of(build)}: stage {key!r} is a {type(stage).__name__}: expected a "
-                "Stage, under a name without dots and colons, and none of "
-                f"{', '.join(NO_STAGE_NAMES)}"
+                "Stage, under a name without dots and colons that is not one of "
+                f"{', '.join(RESERVED_LAYERS)}"
             )
     if weights := list(trunk.to_features.state_dict()):
         raise ValueError(
             f"{place_of(build)}: to_features has weights ({', '.join(weights)}): expected none, "
-            "as neither extractor nor head would include them; put them into a stage"
+            "because neither extractor nor head would include them; put them into a stage"
         )
     chain = nn.Sequential(*trunk.stages.values(), trunk.to_features).eval()
     parts = {
@@ -154,7 +154,7 @@ def _trunk_of(name: str, input_shape: tuple[int, int, int], *options: object) ->
     if overwriting:
         raise ValueError(
             f"{place_of(build)}: {', '.join(overwriting)} changes its input in place: expected "
-            "a new tensor, as methods read the output of every layer"
+            "a new tensor, because methods read the output of every layer"
         )
     shape = list(x.shape)
     if shape != [1, trunk.width]:

@@ -8,7 +8,7 @@ from typing import Any
 from protocol.files import append_line, digest
 
 Entry = dict[str, Any]
-TAIL_BYTES = 1 << 16  # read at first for the newest line; one of a round of 1,000 clients has 17 kB
+TAIL_BYTES = 1 << 16  # read first for the newest line; 17 kB for a round of 1,000 clients
 
 
 def append_chained(path: Path, *entries: Mapping[str, Any]) -> None:

@@ -181,8 +181,8 @@ class RosterEntry:
 class TrainReply:
     """A client's answer to train (or to evaluate: then without arrays).
 
-    metrics: "num-examples" and, of training, "num-steps"; and what `privacy.metrics` allows, such
-    as "loss.NAME", the mean of a loss term. From a client: only "num-examples" is checked.
+    metrics: "num-examples", in training "num-steps", and what `privacy.metrics` allows, such as
+    "loss.NAME", the mean of a loss term. Clients state them; only "num-examples" is checked.
     """
 
     client: str

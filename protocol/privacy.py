@@ -75,7 +75,7 @@ def privacy_statement(privacy: PrivacyConfig, num_entries: int, releases: int) -
     """What a run spent and what the guarantee covers, for summary.json."""
     epsilon, at_small_delta = composed_budget(privacy, releases)
     small_delta = min(privacy.delta, SMALL_DELTA)
-    # what holds for exact noise at (epsilon, delta) holds at delta + (1 + e^epsilon) distance
+    # delta with exact noise becomes delta + (1 + e^epsilon) distance with the sampler's noise
     sampling = (1 + math.exp(min(at_small_delta, 700))) * SAMPLER_DISTANCE * num_entries * releases
     is_local = privacy.sensitivity == "local"
     measured = ["losses", "accuracies", "label counts", "times"]

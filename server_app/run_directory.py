@@ -176,9 +176,9 @@ class RunDirectory:
         return self._releases | in_file
 
     def release_state(self) -> Arrays:
-        """This process's count of each client's releases, for a checkpoint.
+        """Each client's number of releases, for a checkpoint.
 
-        It began with that of the file, which is not read again in each round.
+        Counted in memory since the file was read, so that no round reads it again.
         """
         counts = json.dumps(self._releases, sort_keys=True).encode()
         return {RELEASES: torch.tensor([*counts], dtype=torch.uint8)}

@@ -82,7 +82,7 @@ class Average(Strategy):
         self.validation: Validation | None = None  # of the round under way
         self.running: RunningMean | None = None  # where its replies are summed as they come
         self.workers_sum = False  # replies have no arrays; `take_sum` brings the arrays' sums
-        # (clients, those whose replies are not here yet, the sum) until all are
+        # (clients, those whose replies have not arrived, their sum), until all have
         self.sums: list[tuple[set[str], set[str], Arrays]] = []
         self.unused: set[str] = set()  # valid clients whose sum has one that is not
         self.keeps_updates = False  # each update of the next round is needed, for diagnostics

@@ -116,7 +116,7 @@ def test_a_worker_takes_a_state_dir_below_its_clients_folder_only(home, monkeypa
     ],
 )
 def test_no_folder_has_the_name_of_a_file_of_client_state(home, monkeypatch, name):
-    """A run's code gave an operator's word for another run so, or stood in its versions' way."""
+    """A run's code could so allow the reset of another run's state, or block its versions."""
     monkeypatch.setenv("KEEL_WORKER", "/run/keel/worker.sock")
     clients = home / "clients"
     for run, node in (

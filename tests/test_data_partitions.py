@@ -434,17 +434,12 @@ def test_a_hopeless_dirichlet_split_is_given_up_after_so_many_numbers(monkeypatc
         dirichlet_partition(np.arange(800) % 4, 100, 0.01, seed=1, min_size=8)
 
 
-def blocks_of_the_page():
-    """`blocks_partition` of docs/how-to/own-data.md."""
+def test_the_split_in_the_docs(monkeypatch):
     text = (Path(__file__).parent.parent / "docs/how-to/own-data.md").read_text()
     [block] = re.findall(r"```python\n(def blocks_partition.*?)```", text, re.S)
     found = {"np": np, "Parts": Parts}
     exec(block, found)
-    return found["blocks_partition"]
-
-
-def test_the_split_of_the_page(monkeypatch):
-    monkeypatch.setitem(PARTITIONS, "blocks", (blocks_of_the_page(), ()))
+    monkeypatch.setitem(PARTITIONS, "blocks", (found["blocks_partition"], ()))
     parts = partition_indices("blocks", np.zeros(7, int), 3, seed=0, alpha=0.5)
     assert [part.tolist() for part in parts] == [[0, 1, 2], [3, 4], [5, 6]]
 
@@ -459,7 +454,7 @@ def test_the_split_of_the_page(monkeypatch):
     ],
     ids=["no Parts", "a sample of nobody", "a sample of two", "an owner too many"],
 )
-def test_a_split_of_ones_own_that_is_none_is_refused(split, monkeypatch):
+def test_a_split_that_leaves_out_or_repeats_samples_is_refused(split, monkeypatch):
     monkeypatch.setitem(PARTITIONS, "own", (split, ()))
-    with pytest.raises(ValueError, match=r"partition = 'own': .* each of the 7 samples has one"):
+    with pytest.raises(ValueError, match="partition = 'own': .* 7 samples to exactly one of 3"):
         partition_indices("own", np.zeros(7, int), 3, seed=0)

@@ -429,21 +429,12 @@ def with_stage(name, stage, feature_width=8):
     return lambda input_shape, norm: Trunk({name: stage}, nn.Flatten(), feature_width)
 
 
-def listed(input_shape, norm):
-    return Trunk([Stage(nn.Conv2d(3, 8, 3), nn.ReLU())], nn.Flatten(), 7200)
-
-
-def named_features(input_shape, norm):
-    return Trunk({"features": Stage(nn.Conv2d(3, 8, 3), nn.ReLU())}, nn.Flatten(), 7200)
+def with_a_list_of_stages(input_shape, norm):
+    return Trunk([conv(3)], nn.Flatten(), 7200)
 
 
 def with_weights_after_the_stages(input_shape, norm):
-    to_features = nn.Sequential(nn.Flatten(), nn.Linear(7200, 8))
-    return Trunk({"conv1": Stage(nn.Conv2d(3, 8, 3), nn.ReLU())}, to_features, 8)
-
-
-def with_overwriting_tail(input_shape, norm):
-    return Trunk({"conv1": Stage(nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True))}, nn.Flatten(), 7200)
+    return Trunk({"conv1": conv(3)}, nn.Sequential(nn.Flatten(), nn.Linear(7200, 8)), 8)
 
 
 def with_overwriting_body(input_shape, norm):
@@ -455,10 +446,13 @@ def with_overwriting_body(input_shape, norm):
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
-        (listed, ": expected stages in a dict"),
-        (named_features, ": stage 'features' .* none of features, logits, projection"),
+        (with_a_list_of_stages, ": expected a dict of at least one stage"),
+        (with_stage("features", conv(3)), ": stage 'features' .* one of features, logits, proj"),
         (with_weights_after_the_stages, r": to_features has weights \(1.weight, 1.bias\)"),
-        (with_overwriting_tail, ": tail of conv1 changes its input in place"),
+        (
+            with_stage("conv1", Stage(nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True))),
+            ": tail of conv1 changes its input in place",
+        ),
         (with_overwriting_body, ": body of conv2 changes its input in place"),
         (lambda input_shape, norm: None, " returned NoneType: expected a Trunk"),
         (lambda input_shape, norm: nowhere, ": NameError: name 'nowhere' is not defined"),  # noqa: F821

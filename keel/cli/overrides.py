@@ -84,7 +84,7 @@ def checked_config(overrides: Mapping[str, OptionValue]) -> RunConfig:
             break
         except ValueError as error:
             key = str(error).partition(" ")[0].rstrip(":")
-            if key in overrides and key not in rest:  # of the default in place of a mistake
+            if key in overrides and key not in rest:  # due to the default that replaced a mistake
                 break
             mistakes.append(str(error))
             if key not in rest or key in DECIDING_KEYS or len(mistakes) == MAX_MISTAKES:
@@ -100,7 +100,7 @@ def check_simulated(config: RunConfig, num_clients: int) -> None:
     rounds, data = config.rounds, config.data
     if config.evaluated_clients != "none" and not data.local_test_fraction:
         raise config.no_test_part("client-0000")
-    # not at the top: most refusals come before, and NumPy takes as long as all the rest
+    # imported late: NumPy takes as long as all the rest, and most refusals come before
     from data.partitions import check_classes, check_dirichlet, check_shards
     from keel.cli.sizes import data_size
     from server_app.trackers import check_trackers

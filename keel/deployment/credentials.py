@@ -53,14 +53,14 @@ def write_new(path: Path, content: bytes, *, private: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
     remove_parts(path.parent)
     mode = 0o600 if private else 0o644
-    # after a kill the next call would take a part for the whole
+    # under another name: the next call would accept what a kill leaves of the file
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.link(part, path)  # unlike a renaming, never over another file
+        os.link(part, path)  # unlike a rename, replaces no file
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:

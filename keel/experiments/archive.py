@@ -209,7 +209,7 @@ def without_folders(keys: Mapping[str, Any], archived: str = "") -> dict[str, An
 def copies(directory: Path, archived: str = "") -> Iterator[tuple[str, str]]:
     """(name, text) of the small copies of a run directory's files. archived: its source's name.
 
-    ValueError if a file is damaged, as `check_unchanged` says of the history.
+    ValueError if a file is damaged, or if the history was changed after the run.
     """
     check_unchanged(directory)
     manifest, config = read_manifest(directory), config_in(directory)
@@ -256,8 +256,9 @@ def reading(path: Path) -> Iterator[zipfile.ZipFile]:
         with zipfile.ZipFile(path) as archive:
             if not any(name.startswith("jobs/") for name in archive.namelist()):
                 raise ValueError(f"{path}: expected a zip made by `keel experiments archive`")
-            if faults := [f for name in archive.namelist() if (f := fault_in(archive, name))]:
-                raise ValueError(f"{path} is damaged: {faults[0]}")
+            for name in archive.namelist():
+                if fault := fault_in(archive, name):
+                    raise ValueError(f"{path} is damaged: {name}: {fault}")
             yield archive
     except (zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
@@ -270,15 +271,13 @@ def fault_in(archive: zipfile.ZipFile, name: str) -> str:
     try:
         found = json.loads(archive.read(name))
         if name.startswith("jobs/"):
-            fault = fault_of_job(found)
-        elif name.endswith("/config.json"):
+            return fault_of_job(found)
+        if name.endswith("/config.json"):
             resolve_config(found["config"])
-            fault = "".join(f"it has no {key}" for key in {"source"} - found["config"].keys())
-        else:
-            fault = "" if isinstance(found, dict) else "it is not a JSON object"
+            return "" if "source" in found["config"] else "it has no source"
+        return "" if isinstance(found, dict) else "it is not a JSON object"
     except DAMAGE as error:
-        fault = str(error)
-    return f"{name}: {fault}" if fault else ""
+        return str(error)
 
 
 @contextmanager

@@ -50,7 +50,7 @@ class JudgedClaim:
     over those from which the paper makes the claim. deviations: keys that differ from
     the paper's. failures: sides of which a run diverged, failed or left out updates.
     decide: what would decide an open claim, or complete its seeds; empty for a decided one.
-    runs: equal for claims that state the same of the same runs, each at its round `read_at`.
+    runs: equal for claims that say the same about the same runs, each at its round `read_at`.
     remarks: what to know beside the verdict, joined by "; ": "at round 200 instead of 500" if the
     runs end before the round that the paper reads, "at 40% of the local steps" if a scaled run has
     fewer than the paper there, "after 4 of 5 seeds" if the verdict comes before all seeds of the

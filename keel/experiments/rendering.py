@@ -93,7 +93,7 @@ class Section:
         return f"The paper's setting, as far as the paper states it{but}."
 
     def verdict(self, claim: JudgedClaim) -> str:
-        """The verdict on a claim, with what to know beside it."""
+        """The verdict on a claim, with its remarks and the recipe's."""
         beside = (claim.remarks, self.recipe.remark if claim.seeds else "")
         return "; ".join(filter(None, (claim.verdict, *beside)))
 
@@ -231,9 +231,9 @@ def write_report(output: Path) -> list[Path]:
 
 
 def told_apart(sections: Sequence[Section]) -> Iterator[Section]:
-    """The sections. Where several have one title and label, each label names its own values.
+    """The sections. If several share title and label, each label names the values that differ.
 
-    As where a value in a recipe was changed between two calls.
+    This happens if a recipe was changed between two calls.
     """
     for section in sections:
         same = (section.title, section.label)

@@ -83,9 +83,9 @@ def locked(output: Path) -> Iterator[None]:
 
 
 def failure_of(run: Run) -> tuple[Path, int] | None:
-    """What differs between two failures of a run; None if the attempt that counts did not fail.
+    """What tells two failures of a run apart; None if the attempt that counts did not fail.
 
-    The time is only compared with itself: clocks of machines differ, and jump.
+    Times are only tested for equality, because the clocks of machines differ, and jump.
     """
     attempt = run.ended()
     if attempt is None or run.failure() != FAILED:

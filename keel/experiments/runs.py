@@ -192,8 +192,8 @@ class Run:
     def ended(self) -> Path | None:
         """The attempt that counts: the newest that finished or failed with today's config and code.
 
-        Of other code only with `any_code`. One that failed does not count beside one of the same
-        code that finished or diverged: by a clock that was wrong, the failure may be the newer.
+        Of other code only with `any_code`. A failure does not count if an attempt of the same code
+        finished or diverged: with a wrong clock, the failure may be dated later.
         ValueError naming a damaged file, and what to do.
         """
         attempts = (self.note, *self.attempts())
@@ -347,7 +347,7 @@ def history_in(directory: Path) -> History:
 
 
 def check_unchanged(directory: Path) -> None:
-    """ValueError if a history is not the one that the manifest has the digest of."""
+    """ValueError if the history does not match its digest in the manifest."""
     path, expected = directory / HISTORY_FILE, read_manifest(directory).get("files", {})
     if HISTORY_FILE in expected and digest(path.read_bytes()) != expected[HISTORY_FILE]:
         raise ValueError(

@@ -382,7 +382,7 @@ def printing_to(path: Path) -> Iterator[None]:
         yield
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):  # a full disk: else this process would go on printing there
+            with suppress(OSError):  # a full disk; the output is restored all the same
                 stream.flush()
         for number, copy in before:
             os.dup2(copy, number)

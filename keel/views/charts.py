@@ -34,7 +34,7 @@ class Curve:
 
     note: of each point, on hover.
     references: (x, value) of a paper, drawn as dotted lines up to x.
-    place: which colour, marker and dash, from 0; None: as its place among the curves of the chart.
+    place: selects colour, marker and dash, from 0; None: its place among the chart's curves.
     """
 
     name: str
@@ -95,7 +95,7 @@ def curves(
 ) -> Figure:  # fmt: skip
     """Lines with bands, each with its colour, marker and dash; the y-range fits the data."""
     data: list[dict[str, Any]] = []
-    # one without points keeps its colour for the time when it has some
+    # counted with those that have no points yet, so that no colour changes when they get some
     placed = enumerate(found)
     shown = [(c, i if c.place is None else c.place) for i, c in placed if len(c.x)]
     names = [text_of(curve.name, 120) for curve, _ in shown]
@@ -177,7 +177,7 @@ def stacked(
 
 
 def whole_ticks(heights: Sequence[float]) -> dict[str, Any]:
-    """A y-axis without half clients where the bars are low; {} for other bars."""
+    """Whole-number ticks, if the bars are low counts: there are no half clients. Else {}."""
     is_low_count = max(heights, default=0) <= 5 and all(float(h).is_integer() for h in heights)
     return {"dtick": 1} if is_low_count else {}
 

@@ -167,14 +167,14 @@ def chart(groups: Iterable[Group], view: View) -> Figure:
 
 
 def places_of(groups: Sequence[Group]) -> Sequence[int]:
-    """`Curve.place` of each group: its method's colour, whatever the order and age of the runs.
+    """`Curve.place` of each group, by its method: independent of the order and age of the runs.
 
-    Their order where several are of one method. A method whose colour is taken has the next.
+    If two groups share a method, by their order. A method whose colour is taken gets the next one.
     """
     methods = [str(group.runs[0][0].config.get("method")) for group in groups]
     if len(set(methods)) < len(methods):
         return range(len(methods))
-    known = ["fedavg", *method_names(), *sorted(methods)]  # the first row of the papers' tables
+    known = ["fedavg", *method_names(), *sorted(methods)]  # first, as in the papers' tables
     found: dict[str, int] = {}
     for method in sorted(methods, key=known.index):
         first = known.index(method) % len(PALETTE)

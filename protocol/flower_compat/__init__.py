@@ -96,7 +96,7 @@ def has_own_clients(grid: object) -> bool:
 def bound_superlink_retries(grid: object, seconds: float) -> None:
     """Let a deployment's grid retry while its SuperLink is out of reach, for this long, then raise.
 
-    Replaces two things in the grid's private retry invoker: its limit, as it retries for ever, so
+    Replaces two things in the grid's private retry invoker: its limit, as it retries forever, so
     that a ServerApp whose SuperLink is gone would never end; and its rule to give up, at once, on
     any error with "tls" or "ssl" in its text, such as a handshake that timed out, and on a 500,
     such as a full disk gives. No public way. Does nothing in simulation.
@@ -220,9 +220,9 @@ class BoundedPull:
 def inflate_or_fail(object_id: str, object_contents: dict[str, bytes], **options: Any) -> Message:
     """`inflate_object_from_contents` of a grid's module; an error for a reply that is damaged.
 
-    Replaces it: Flower raises, and with that loses the other replies of the same request, which it
-    has confirmed already. Raises still if the message itself is damaged, which Keel's SuperLink
-    refuses. No public way.
+    Replaces it: Flower raises, and so loses the other replies of the same request, which it has
+    already confirmed. This still raises if the message itself is damaged; Keel's SuperLink refuses
+    such a reply. No public way.
     """
     root = object_contents[object_id]  # inflating removes it
     try:
@@ -237,9 +237,9 @@ def inflate_or_fail(object_id: str, object_contents: dict[str, bytes], **options
 
 
 def bound_reply_bytes(grid: object, max_bytes: int) -> None:
-    """Let a deployment's grid refuse replies with more bytes, while they arrive, or damaged ones.
+    """Let a deployment's grid refuse damaged replies, and while they arrive, those with more bytes.
 
-    Such a reply is an error whose reason contains TOO_LARGE. Of several bounds the largest holds,
+    A larger reply is an error whose reason contains TOO_LARGE. Of several bounds the largest holds,
     as replies to different messages may come at once. Does nothing in simulation.
     """
     module = sys.modules[type(grid).__module__]
@@ -360,7 +360,7 @@ MAX_LOG_CHARS = 2000
 def log_in_one_line() -> None:
     """Let Flower log every message in one line of bounded length, without control characters.
 
-    It logs what peers send as it is: hashes, keys and types of messages of any length. No public
+    It logs what peers send unchanged: hashes, keys and types of messages, of any length. No public
     way.
     """
 

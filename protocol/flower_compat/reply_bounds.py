@@ -17,13 +17,13 @@ if it replies to none. It also stores times that are NaN, as NULL, on which ever
 replies of that round then fails. And it stores objects under a root that is not the message, which
 nothing deletes before the run ends.
 
-`FlatObjectStore` replaces `preregister` of `SqlObjectStore`. Why: Flower believes what a sender
-says of which objects are in which before they arrive, and refuses whoever says otherwise. Small
-records can be foreseen ("round 3 of site-a"), so one client could keep out the updates of another
-and all messages of the server. Here each object counts as part of its message alone.
+`FlatObjectStore` replaces `preregister` of `SqlObjectStore`. Why: before objects arrive,
+Flower believes the first sender about which objects contain which, and refuses anyone who states
+otherwise. Small records can be predicted ("round 3 of site-a"), so one client could block the
+updates of another and all messages of the server. Here only messages contain objects.
 
 `confirm_own` replaces `message_handler.confirm_message_received`. Why: Flower deletes any message
-or reply that a SuperNode confirms, whosever it is.
+or reply that a SuperNode confirms, even that of another node.
 
 `SpokenErrors` completes `SqlMixin.session`. Why: with a full disk Flower's SuperLink answers with
 errors that a SuperNode takes for final, so that replies are lost, and that tell a ServerApp no
@@ -162,13 +162,13 @@ def is_complete(root: str, store: ObjectStore) -> bool:
 
 
 class FlatObjectStore(SpokenErrors, SqlObjectStore):
-    """Flower's object store with these errors, in which only messages have objects in them."""
+    """Flower's object store with these errors, in which only messages contain objects."""
 
     def preregister(self, run_id: int, object_tree: ObjectTree) -> list[str]:
-        """As Flower's, of a message with all objects in it side by side.
+        """As Flower's, with all objects of a message directly in it.
 
-        An object that was registered with others in it loses them: whoever did so gave it out for a
-        message, or it is from before this version.
+        An object that is registered with others in it loses them: a sender passed it off as a
+        message, or an earlier version of Keel stored it.
         """
         root = object_tree.object_id
         found = dict.fromkeys(each.object_id for each in iterate_object_tree(object_tree))
@@ -187,7 +187,10 @@ class FlatObjectStore(SpokenErrors, SqlObjectStore):
 
 
 def is_message(content: bytes, reply: MessageRes) -> bool:
-    """Whether an object is the message that a node announced, which a ServerApp reads instead."""
+    """Whether an object is the message that its node announced.
+
+    A ServerApp reads the object, not the announcement.
+    """
     try:
         proto = MessageProto.FromString(get_object_body(content, Message))
     except (ValueError, DecodeError):
@@ -417,15 +420,15 @@ def accept_reply(request: PushMessagesRequest, state: LinkState) -> PushMessages
         raise ValueError("a reply comes with the tree of its objects")
     times = (about.created_at, about.ttl, *request.clientapp_runtime_list)
     if not all(abs(seconds) < MAX_SECONDS for seconds in times):  # a late reply's ttl is below 0
-        log.warning("node %d sent a reply with a time that is no number: refused", node)
-        raise ValueError("the times of a reply are numbers of seconds")
+        log.warning("node %d sent a reply with a time that is not a number: refused", node)
+        raise ValueError("the times of a reply must be numbers of seconds")
     return push_messages(request, state)
 
 
 def confirm_own(
     request: ConfirmMessageReceivedRequest, state: LinkState, store: ObjectStore
 ) -> ConfirmMessageReceivedResponse:
-    """As Flower's, of a message to the node that confirms it. ValueError for another's."""
+    """As Flower's, for a message to the node that confirms it. ValueError for any other."""
     node, message = request.node.node_id, request.message_object_id
     if isinstance(state, SqlLinkState):
         is_anothers = MessageIns.dst_node_id != uint64_to_int64(node)

@@ -24,9 +24,9 @@ Replaces `GRPC_MAX_MESSAGE_LENGTH` of the Fleet API, 2 GiB. Why: the SuperLink h
 sends at once in memory. No object of Flower's is larger than `MAX_OBJECT_BYTES`; one of up to twice
 that arrives, so that its sender can be named.
 
-Replaces `NodeAuthServerInterceptor`. Why: Flower lets any key, a registered one or not, announce
-the node of another key as connected, and then waits for that node. And it reads a request of any
-size before it looks at the key: one of 12 MiB can take 600 MiB once it is read.
+Replaces `NodeAuthServerInterceptor`. Why: Flower lets any key, registered or not, announce the node
+of another key as connected, and then waits for that node. It also parses a request of any size
+before it checks the key: one of 12 MiB can take 600 MiB of memory.
 
 Replaces `HEARTBEAT_PATIENCE` of tasks. Why: Flower ends the run of a ServerApp that was stopped for
 a minute. Here it has three.
@@ -100,7 +100,7 @@ patience_s = float(HEARTBEAT_PATIENCE * HEARTBEAT_DEFAULT_INTERVAL)
 task_patience = 3 * HEARTBEAT_PATIENCE  # heartbeats that a ServerApp may miss
 absence_s = 5.0  # a gap this long between two ticks: the process was stopped
 tick_s = 1.0
-MAX_REQUEST_BYTES = 2**20  # that states a reply of 15,000 objects
+MAX_REQUEST_BYTES = 2**20  # enough to announce a reply of 15,000 objects
 pull_messages = message_handler.pull_messages
 pull_replies = runtime_handlers.pull_messages
 confirm_reply = runtime_handlers.confirm_message_received
@@ -254,7 +254,7 @@ class Presence:
             self._seen, self._lead = seen, lead
 
     def watch(self) -> None:
-        """Tick for ever, in a thread."""
+        """Tick forever, in a thread."""
         while True:
             time.sleep(tick_s)
             self.tick()
@@ -302,9 +302,9 @@ class PatientLinkState(BoundedReplies):
 
 
 class OwnKeyInterceptor(NodeAuthServerInterceptor):
-    """Flower's check of keys, which lets a key announce its own node only.
+    """Flower's check of keys, which lets a key announce only its own node.
 
-    Requests have at most `MAX_REQUEST_BYTES`, but for those that carry an object.
+    Requests have at most `MAX_REQUEST_BYTES`, except those that carry an object.
     """
 
     def intercept_service(

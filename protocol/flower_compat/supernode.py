@@ -73,7 +73,7 @@ class AnsweringNodeState(InMemoryNodeState):
     ) -> Sequence[Message]:
         """As Flower's; no replies before the newest message has its own, complete one.
 
-        Others that are incomplete then are dropped: the SuperNode would wait for them for ever.
+        Then other, incomplete ones are dropped: the SuperNode would wait for them forever.
         """
         if is_reply and self._awaits_reply():
             run_ids = []  # matches nothing, but lets Flower look for ClientApps that died

@@ -123,9 +123,9 @@ def test_the_keys_of_a_pipe_are_one_line_each(printed):
     assert all(line == line.rstrip() for line in lines)
 
 
-def test_the_capabilities_of_a_method_are_one_short_line(printed, capsys):
-    assert main(["methods", "fedreco"]) == 0
-    [line] = [x for x in capsys.readouterr().out.splitlines() if x.startswith("capabilities: ")]
+def test_the_capabilities_of_a_method_are_one_short_line(printed):
+    shown = printed("methods", "fedreco").splitlines()
+    [line] = [line for line in shown if line.startswith("capabilities: ")]
     assert "stateful, personal" in line
     assert "; supports mixed architectures" in line
     assert "; does not support server optimizer" in line
@@ -138,9 +138,8 @@ def test_keys_shows_those_that_begin_alike_and_refuses_others(refusal, printed):
     assert "privacy.delta" in shown
     assert "num-rounds" not in shown
     assert printed("keys", "moon.mu").startswith("moon.mu=")
-    assert {row["key"].partition(".")[0] for row in as_json(printed, "keys", "fedcka")} == {
-        "fedcka"
-    }
+    rows = as_json(printed, "keys", "fedcka")
+    assert {row["key"].partition(".")[0] for row in rows} == {"fedcka"}
     assert refusal("keys", "lrr") == "error: config key = 'lrr' is unknown; did you mean lr?\n"
     assert refusal("keys", "qqqqqq").endswith("is unknown. `keel keys` lists all.\n")
 

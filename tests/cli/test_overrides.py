@@ -135,7 +135,7 @@ def test_several_mistakes_are_named_at_once(refusal):
 
 
 @pytest.mark.parametrize("beta", [1.0, 2.0])
-def test_what_only_the_default_in_place_of_a_mistake_makes_wrong_is_not_named(beta):
+def test_the_default_that_replaces_a_mistake_adds_no_mistake(beta):
     """fedntd.beta is 1 by default, which the convex form refuses too."""
     keys = {"method": "fedntd", "fedntd.convex": True, "fedntd.beta": beta}
     with pytest.raises(ValueError, match=rf"^fedntd.beta = {beta} with") as error:

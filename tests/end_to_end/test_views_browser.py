@@ -228,7 +228,7 @@ def test_a_smaller_window_leaves_columns_out_and_cuts_none_off(page, width):
     assert page.get_by_role("columnheader", name="split").is_visible() == (width > 1100)
 
 
-def test_a_page_that_follows_nothing_is_not_live(page):
+def test_without_javascript_a_page_is_not_called_live(page):
     assert page.inner_text("#link") == "live"
     context = page.context.browser.new_context(
         storage_state=page.context.storage_state(), java_script_enabled=False

@@ -150,14 +150,14 @@ def test_a_picture_of_the_run_is_served_as_png(pages, tmp_path, folder):
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-def test_an_address_that_is_no_page_leads_back_to_the_runs(pages):
+def test_an_unknown_address_leads_back_to_the_runs(pages):
     for path in ("/nothing", "/run/0123456789abcdef"):
         answer = pages.get(path)
         assert answer.status_code == 404
         assert '<a href="/">All runs</a>' in answer.text
 
 
-def test_a_finished_run_is_told_as_such(pages):
+def test_a_finished_run_has_no_so_far_and_its_keys_are_counted(pages):
     run = pages.id_of("one")
     assert "so far" not in pages.get(f"/run/{run}/data").json()["html"]["status"]
     assert "1 key set by the user" in pages.get(f"/run/{run}").text

@@ -54,7 +54,7 @@ function show(news) {
 
 // Looks again and again; `address` is called with the version that is shown, "" for none.
 async function follow(address, apply, pause = POLL_MS, version = "") {
-  say("live");  // as the page is that has just come
+  say("live");  // the page has just been loaded
   if (version) await new Promise(done => setTimeout(done, pause));
   for (;;) {
     try {
