@@ -75,5 +75,5 @@ def answer_timeout_s(message: Message) -> float:
         stated_s = float(json.loads(str(record["config"]))[key]) if record else 0.0
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
         stated_s = 0.0
-    # 0 or NaN: a message that is not Keel's server's, which the handlers refuse at once
+    # <= 0 or NaN: the message is not from Keel's server, and the handlers refuse it at once
     return min(stated_s, max_timeout_s) if stated_s > 0 else refusal_s

@@ -456,5 +456,5 @@ def test_the_split_in_the_docs(monkeypatch):
 )
 def test_a_split_that_leaves_out_or_repeats_samples_is_refused(split, monkeypatch):
     monkeypatch.setitem(PARTITIONS, "own", (split, ()))
-    with pytest.raises(ValueError, match="partition = 'own': .* 7 samples to exactly one of 3"):
+    with pytest.raises(ValueError, match=r"partition = 'own': .* 7 samples to exactly one of 3"):
         partition_indices("own", np.zeros(7, int), 3, seed=0)
