@@ -244,7 +244,12 @@ def test_nothing_is_recorded_on_a_cpu_or_for_few_steps(monkeypatch):
 
 @pytest.mark.parametrize(
     ("key", "value", "shown"),
-    [("compile", True, "true"), ("clients-per-step", 4, "4"), ("stacked-runs", 2, "2")],
+    [
+        ("compile", True, "true"),
+        ("clients-per-step", 4, "4"),
+        ("clients-per-step", 0, "0"),
+        ("stacked-runs", 2, "2"),
+    ],
 )
 def test_keys_that_train_otherwise_are_refused(key, value, shown):
     with pytest.raises(ValueError, match=f"^{key} = {shown}: .*cuda-graphs = true"):

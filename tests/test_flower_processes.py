@@ -6,6 +6,7 @@ A failure here means that Flower changed: read its message, and the patch in pro
 import ast
 import dataclasses
 import errno
+import functools
 import inspect
 import os
 import shutil
@@ -24,6 +25,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.cli.build import build_fab_from_disk
 from flwr.cli.install import install_from_fab
 from flwr.cli.utils import SUPERLINK_UNAVAILABLE_MESSAGE
+from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE, HEARTBEAT_DEFAULT_INTERVAL
 from flwr.server.superlink.fleet.grpc_rere import fleet_servicer
 from flwr.server.superlink.fleet.message_handler import message_handler
 from flwr.server.superlink.linkstate import linkstate_factory
@@ -46,6 +48,8 @@ from flwr.supernode.runtime.run_clientapp import run_clientapp
 from source_fixtures import imports_of, write_newer_app
 
 import protocol.flower_compat.superexec as superexec
+import protocol.flower_compat.superlink as superlink
+import protocol.flower_compat.supernode as supernode
 from protocol import flower_compat
 from protocol.code import code_digest
 from protocol.config import app_folder
@@ -192,6 +196,51 @@ def test_superexec():
     given = {"runtime_api_address", "token", "insecure", "certificates", "parent_pid"}
     assert parameters(run_clientapp) >= given
     assert isinstance(exit_handler.registered_exit_handlers, list)
+
+
+@pytest.fixture
+def replaced(monkeypatch):
+    """A function that runs the `main` of a process without Flower's; what it replaces, by name."""
+
+    def run(module, flowers):
+        made = {}
+
+        def replace(where, name, replacement, expected):
+            assert vars(where)[name] is expected, "another one in the installed Flower"
+            made[name] = replacement
+
+        main = functools.wraps(getattr(module, flowers))(lambda: None)
+        monkeypatch.setattr(module, flowers, main)
+        monkeypatch.setattr(module, "replace", replace)
+        if hasattr(module, "log_in_one_line"):
+            monkeypatch.setattr(module, "log_in_one_line", lambda: None)
+        module.main()
+        return made
+
+    return run
+
+
+def test_an_executor_waits_for_a_superlink_that_hangs(replaced):
+    made = replaced(superexec, "flower_superexec")
+    assert isinstance(made["get_executor"](), ForkingExecutor)
+    invoker = made["make_simple_http_retry_invoker"]()
+    assert not invoker.should_giveup(TimeoutError("the TLS handshake timed out"))
+
+
+def test_a_supernode_waits_half_a_minute_for_the_arrays_of_a_message(replaced):
+    made = replaced(supernode, "flower_supernode")
+    assert made["pull_objects"].func is pull_objects
+    assert made["pull_objects"].keywords == {"max_time": 30.0}
+
+
+def test_a_superlink_reads_little_more_than_an_object_and_waits_three_minutes(
+    replaced, monkeypatch
+):
+    monkeypatch.setattr(superlink.PatientLinkState, "presence", SimpleNamespace(watch=lambda: None))
+    made = replaced(superlink, "flower_superlink")
+    largest = FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
+    assert 2 * largest < made["GRPC_MAX_MESSAGE_LENGTH"] < 3 * largest
+    assert made["HEARTBEAT_PATIENCE"] * HEARTBEAT_DEFAULT_INTERVAL == 180
 
 
 def test_a_stopped_child_s_heartbeats_are_sent_by_its_executor(monkeypatch):

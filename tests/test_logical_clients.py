@@ -37,6 +37,7 @@ from protocol.messages import (
     tensors,
 )
 from server_app.client_registry import gather_roster
+from server_app.federation import exchange_of
 from server_app.inline import InlineGrid, simulated_nodes
 from server_app.logical_clients import LogicalGrid, Summing, place, with_logical_clients
 from server_app.simulated_roster import ByName, SimulatedRoster, check_simulated_roster
@@ -195,6 +196,7 @@ def test_evaluating_everybody_is_one_message_a_worker(num_clients, num_workers):
     below = Nodes(num_workers)
     grid = LogicalGrid(below, 40)
     grid.summing = Summing({}, {}, {}, lambda nodes, sums: None)  # of the training before
+    turns = exchange_of(grid, None, None, num_workers).turns
     ids = asked(grid, range(2, 2 + num_clients), "evaluate")
     while list(grid.pull_messages(ids)):
         pass
@@ -202,6 +204,7 @@ def test_evaluating_everybody_is_one_message_a_worker(num_clients, num_workers):
     assert len(workers) == len(set(workers)) == min(num_workers, num_clients)
     clients = sorted(itertools.chain(*(share for _, share in below.asked)))
     assert clients == list(range(num_clients))
+    assert turns(num_clients) == max(len(share) for _, share in below.asked)
 
 
 def test_a_slow_worker_is_measured_and_gets_less(monkeypatch):

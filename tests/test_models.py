@@ -279,6 +279,7 @@ def test_fan_in_draws_all_layers_and_heads_with_variance_2_over_fan_in():
     without = build_model("resnet20", seed=0, init="fan-in", **about | {"projection_heads": 0})
     for key, array in without.state_dict().items():
         assert torch.equal(array, model.state_dict()[key]), key
+    assert all(module.training for each in (model, without) for module in each.modules())
 
 
 def test_projection_heads_at_some_of_the_stages_only():
@@ -290,6 +291,7 @@ def test_projection_heads_at_some_of_the_stages_only():
         }
 
     assert heads("cnn-fedintr", (-1, None)) == {"fc2": [(96, 32)]}
+    assert heads("cnn-fedintr", (-2, -1)) == {"fc1": [(32, 32)]}
     assert heads("cnn-fedintr", (None, 2)) == {"conv1": [(32, 32)], "conv2": [(32, 32)]}
     assert heads("resnet20", (-1, None)) == {"conv4_x": [(32, 32)]}
 

@@ -95,6 +95,13 @@ def test_an_array_that_is_not_aligned_is_copied():
     assert model.linear.weight.data_ptr() != lent["linear.weight"].data_ptr()
 
 
+def test_an_array_of_another_type_is_copied():
+    model, lent = network(), arrays(1)
+    model.borrow({name: array.double() for name, array in lent.items()})
+    assert_has(model, lent)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
 def test_an_array_is_copied_anew_after_another_was_borrowed_and_not_into_the_other():
     model, copied, lent = network(), unaligned(arrays(1)), arrays(2)
     for given, seed in ((copied, 1), (lent, 2), (copied, 1)):

@@ -150,6 +150,7 @@ def test_intervals_have_the_ends_that_they_say(allowed, inside, outside):
         ({"model": "resnet"}, "model = 'resnet' is unknown; did you mean resnet"),
         ({"client-models": "vgg9,resnet"}, "client-models = 'resnet' is unknown; did you mean"),
         ({"preset": "zzz"}, "preset = 'zzz' is unknown. Allowed: "),
+        ({"diagnostics": "vci,drif"}, "diagnostics = 'drif' is unknown; did you mean drift?"),
     ],
 )
 def test_what_is_unknown_is_refused_with_its_neighbours(keys, message):
@@ -199,7 +200,7 @@ CONTRADICTIONS = [
     ),
     ({"server": "fedadam", "server-optimizer": "fedavg"}, ["server is the old name of server-opt"]),
     ({"privacy.epsilon": 1e-300}, ["privacy.epsilon = 1e-300", "0 (no noise) or at least 1e-06"]),
-    ({"privacy.epsilon": 1.5}, ["privacy.epsilon = 1.5", "below 1", "0 turns"]),
+    ({"privacy.epsilon": 1.0}, ["privacy.epsilon = 1.0", "below 1", "0 turns"]),
     (
         {"privacy.epsilon": 0.5, "method": "moon"},
         ["privacy.epsilon = 0.5", "moon", "fedavg, fedavg-ft, fedreco"],
@@ -272,6 +273,7 @@ def test_keys_that_contradict_each_other_are_refused_in_one_line(keys, words):
     [
         {"privacy.epsilon": 0.5, "model": "resnet20", "norm": "group"},
         {"privacy.epsilon": 0.5, "method": "fedreco"},
+        {"privacy.epsilon": 1e-6},
         {"method": "fedrep", "server-optimizer": "fedacg", "fedacg.beta": 0.0},
         {"method": "ditto", "server-optimizer": "fedacg"},
         {"method": "fedreco", "client-models": "cnn-fedreco, vgg9", "weighting": "uniform"},

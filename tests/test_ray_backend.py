@@ -99,13 +99,18 @@ def test_a_process_of_a_simulation_has_the_backend_and_no_other_imports_ray():
         "import sys; {first}import client_app.app; "
         "from protocol.flower_compat.simulation import is_replaced; "
         "b = sys.modules.get('flwr.server.superlink.fleet.vce.backend.raybackend'); "
-        "print(is_replaced(), 'ray' in sys.modules, b and b.RayBackend.__name__)"
+        "print(is_replaced(), 'ray' in sys.modules, b and b.RayBackend.__name__); "
+        f"m = sys.modules.get('{vce_api_name}'); "
+        "print(m and (m.add_messages_to_queue.__module__, hasattr(m.run_api, '__wrapped__')))"
     )
     for first, expected in (
-        ("", "False False None"),
-        (f"import {vce_api_name}; ", "True True ClusterBackend"),
+        ("", "False False None\nNone"),
+        (
+            f"import {vce_api_name}; ",
+            f"True True ClusterBackend\n('{deliver_messages.__module__}', True)",
+        ),
     ):
-        command = [sys.executable, "-c", script.format(first=first)]
+        command = [sys.executable, "-c", script.replace("{first}", first)]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
         assert done.stdout.strip() == expected
 
@@ -187,8 +192,9 @@ def test_flower_is_asked_how_many_nodes_a_simulation_has():
 
     limited = limit_workers(run_api)
     limited("app", lambda: SimpleNamespace(max_workers=MAX_WORKERS), {7: 0, 8: 1}, "state")
-    [(found, *others)] = made
-    assert found.max_workers == 2
+    limited("app", lambda: SimpleNamespace(max_workers=0), range(MAX_WORKERS + 1))
+    [(found, *others), (of_many, *_)] = made
+    assert (found.max_workers, of_many.max_workers) == (2, MAX_WORKERS)
     assert others == ["app", {7: 0, 8: 1}, ("state",)]
 
 

@@ -2,7 +2,10 @@
 
 import itertools
 import json
+import logging
 import re
+import shutil
+from types import SimpleNamespace
 
 import pytest
 from client_fixtures import assert_close, small_source
@@ -14,9 +17,17 @@ import server_app.stacked_runs
 from client_app import handlers
 from client_app.stacked import train_stacked
 from keel.experiments.verify import verify
+from protocol.config import presets, resolve_config
 from protocol.files import digest
 from server_app.inline import run_inline
-from server_app.stacked_runs import run_stacked, trained_together
+from server_app.stacked_runs import (
+    Request,
+    check_group,
+    proceed_together,
+    resume_rounds,
+    run_stacked,
+    trained_together,
+)
 from server_app.summary import read_manifest, read_summary, round_of
 from strategies.average import TooFewRepliesError
 
@@ -139,6 +150,7 @@ def test_a_run_is_verified_without_its_group_by_its_accuracies(group, capsys):
 def test_a_group_of_one_has_the_bits_of_a_run_alone(tmp_path):
     (one,), (other,) = alone(tmp_path / "a", TWO[:1]), together(tmp_path / "b", TWO[:1])
     assert same_bits(*(final_model(run) for run in (one, other)))
+    assert read_manifest(other)["stacked"]["runs"] == [{"seed": TWO[0]["seed"]}]
 
 
 def test_several_clients_of_each_run_train_together(tmp_path, monkeypatch):
@@ -146,11 +158,13 @@ def test_several_clients_of_each_run_train_together(tmp_path, monkeypatch):
 
     def counted(methods, ctxs):
         sizes.append(len(ctxs))
+        logging.getLogger("keel.client").info("%d clients train", len(ctxs))
         return train_stacked(methods, ctxs)
 
     monkeypatch.setattr(handlers, "train_stacked", counted)
-    together(tmp_path, TWO, **{"clients-per-step": 2, "num-rounds": 1})
+    paths = together(tmp_path, TWO, **{"clients-per-step": 2, "num-rounds": 1})
     assert sizes == [4, 2]  # two clients of each run, then the third ones
+    assert all("4 clients train" in (path / "run.log").read_text() for path in paths)
 
 
 # --- resume -------------------------------------------------------------------------------------
@@ -212,6 +226,26 @@ def test_a_run_that_finished_before_the_others_were_killed_stays(group, tmp_path
     (paths[0] / "summary.json").write_text(json.dumps(first))
     assert resumed(paths) == paths
     assert_same_bits(group, paths)
+
+
+@pytest.mark.parametrize(("interval", "expected"), [(3, {2, 4}), (4, {0, 2, 4})])
+def test_a_run_resumes_from_whole_checkpoints_of_rounds_in_its_history(
+    interval, expected, group, tmp_path
+):
+    """From the start only if it was killed before its first checkpoint."""
+    (tmp_path / "checkpoints").mkdir()
+    for number, content in ((2, b"2"), (3, b"damaged"), (4, b"4"), (6, b"6")):
+        name = f"round-{number:05d}-{digest(str(number).encode())}.safetensors"
+        (tmp_path / "checkpoints" / name).write_bytes(content)
+    shutil.copy(group[0] / "history.jsonl", tmp_path)  # of 4 rounds
+    assert resume_rounds(tmp_path, interval) == expected
+
+
+def test_a_preset_may_be_spelled_out_in_one_run_of_a_group():
+    together = {"stacked-runs": 8}
+    by_name = {"preset": "fedcka-table1-cifar10"} | together
+    spelled_out = presets()["fedcka-table1-cifar10"] | together
+    check_group([resolve_config(by_name), resolve_config(spelled_out)])
 
 
 def test_a_group_without_a_common_checkpoint_is_refused(tmp_path):
@@ -295,11 +329,29 @@ def test_an_error_of_one_clients_method_is_its_own(tmp_path, monkeypatch):
     assert all("no labels" in line["left_out"]["client-0001"] for line in lines[1])
 
 
+def test_runs_in_the_lowest_round_train_first(monkeypatch):
+    asked = []
+
+    def trained(requests):
+        asked.append([request.round for request in requests])
+        return [None] * len(requests)
+
+    monkeypatch.setattr(server_app.stacked_runs, "trained_together", trained)
+    following = iter([Request(2)]), iter([])
+    members = [SimpleNamespace(proceed=lambda _, own=own: next(own, None)) for own in following]
+    proceed_together(members, {0: Request(1), 1: Request(2)})
+    assert asked == [[1], [2, 2]]
+
+
 # --- refusals -----------------------------------------------------------------------------------
 
 REFUSED = {
     "epochs": ([{}, {"local-epochs": 2}], "local-epochs is 1 in one run and 2 in another: only fe"),
     "a switch": ([{}, {"fedprox.half": False}], "fedprox.half is True in one run and False"),
+    "a whole number": (
+        [{"method": "ditto"}, {"method": "ditto", "ditto.personal-epochs": 7}],
+        r"ditto.personal-epochs is \d+ in one run and 7 in another: only ditto.lambda, seed may",
+    ),
     "a network": ([{}, {"model": "cnn-fedintr"}], "model is 'cnn-fedreco' in one run"),
     "too many": ([{}] * 9, "stacked-runs = 8: 9 runs were to train together"),
 }

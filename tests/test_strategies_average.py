@@ -506,6 +506,11 @@ def test_clients_that_are_away_are_not_asked_while_enough_others_are_there():
         )
     strategy.away = {"client-0", "client-1", "client-2", "client-4"}  # one is too few: wait for all
     assert {n for r in range(1, 30) for n in strategy.sample(r)} == set(nodes.values())
+    strategy.away = {"client-0", "client-2"}
+    for client, is_left_out in (("client-1", True), ("client-3", False)):  # one would remain
+        for server_round in range(4):
+            strategy.backoff.note(server_round, set(), {client})
+        assert ("client-1" in strategy.backed_off(4)) == is_left_out
 
 
 def test_statistics_far_off_are_beyond_the_norm_bound():
@@ -736,6 +741,51 @@ def test_an_outliers_update_is_compared_with_those_of_the_others(monkeypatch, la
     strategy.partition_sizes = {}
     ask(strategy, network().state_dict())
     assert bool(strategy.begin_sums(1)) == is_summed
+    strategy.partition_sizes = {"client-4": largest}  # as the server has counted
+    ask(strategy, network().state_dict())
+    assert strategy.begin_sums(1)
+
+
+@pytest.mark.parametrize(("num_clients", "is_large"), [(5, False), (6, True)])
+def test_a_round_is_large_by_the_updates_of_all_its_clients(monkeypatch, num_clients, is_large):
+    current = network().state_dict()
+    update = sum(array.nbytes for array in current.values())
+    monkeypatch.setattr(strategies.average, "STREAM_BYTES", 5 * update)
+    strategy = average_of(num_clients)
+    ask(strategy, current)
+    assert strategy.is_large == is_large
+
+
+def test_the_bounds_on_values_are_those_of_the_model_that_was_sent():
+    """FedACG's look-ahead model, near which the clients' weights are."""
+    strategy = average_of(server_optimizer="fedacg")
+    strategy.server_optimizer.load({"0.weight": torch.full((2, 3), 1e3)})
+    ask(strategy, network().state_dict())
+    largest = float(strategy.sent["0.weight"].max())
+    assert largest > 800
+    assert strategy.limits["0.weight"] == pytest.approx(1e4 * largest)
+
+
+def test_the_bounds_on_values_have_room_for_noise():
+    strategy = average_of(**{"privacy.epsilon": 0.001, "privacy.clip_norm": 10.0})
+    ask(strategy, network().state_dict())
+    assert strategy.limits["0.weight"] == 100 * 10 / 0.001
+
+
+def test_arrays_beside_the_model_that_are_summed_are_bounded_by_the_largest_trained_value():
+    class Summing(Average):
+        def expected_extra(self):
+            return {"beside": torch.zeros(2)}
+
+        def extra_shares(self, clients):
+            return dict.fromkeys(clients, 1 / len(clients))
+
+    strategy = average_of(half=Summing)
+    ask(strategy, network().state_dict() | {"0.bias": torch.tensor([5.0, -70.0])})
+    assert strategy.limits["beside"] == strategy.limits["0.bias"] == 70e4
+    statistics = {"1.running_mean": torch.tensor([80.0, 0.0])}
+    ask(strategy, network().state_dict() | statistics)
+    assert strategy.limits["beside"] == 1e4
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,7 @@ def test_outliers_declare_more_than_ten_times_the_median():
     declared = {"a": 10, "b": 20, "c": 100, "d": 201}
     assert count_outliers(declared, 0.25) == {"d"}
     assert count_outliers({"a": 10, "b": 101}, 0.25) == {"b"}
+    assert count_outliers({"a": 10, "b": 100}, 0.25) == frozenset()
     assert count_outliers(declared, 1.0) == frozenset()  # the counts are trusted
     assert count_outliers({}, 0.25) == frozenset()
 

@@ -1,5 +1,6 @@
 """Which runs of a recipe train together, and what resumes them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from run_fixtures import history_of, without_pictures
 
 from keel.experiments.plan import runs_needed
 from keel.experiments.recipe import load_recipe
-from keel.experiments.runs import Options
+from keel.experiments.runs import Options, Run
 from keel.experiments.stack import directories_of, interrupted_group, run_together, stack_of
 from keel.experiments.tasks import claimed, execute_all
 from protocol.code import code_version
@@ -43,6 +44,17 @@ def test_no_more_than_stacked_runs_train_together(num, expected, tmp_path):
     runs = runs_of(tmp_path, **{"stacked-runs": num})
     assert len(stack_of(runs[0], runs)) == expected
     assert stack_of(runs[0], runs)[0] == runs[0]
+
+
+def test_a_run_of_another_number_of_clients_or_interruption_trains_apart(tmp_path, monkeypatch):
+    first, *others = runs_of(tmp_path)
+    others = [run for run in stack_of(first, others) if run != first]
+    assert stack_of(first, [replace(others[0], clients=2), *others[1:]]) == [first, *others[1:]]
+    group_of = {others[0].name: "a group"}
+    monkeypatch.setattr(
+        "keel.experiments.stack.interrupted_group", lambda run: group_of.get(run.name, "")
+    )
+    assert stack_of(first, others) == [first, *others[1:]]
 
 
 def test_stacked_runs_are_other_runs(tmp_path):
@@ -85,6 +97,10 @@ def test_an_interrupted_stack_resumes_in_its_own_directories(interrupted):
     paths = directories_of(group, stack[0].folder.parent)
     assert [path.parent for path in paths] == [run.folder for run in stack]
     assert stack_of(runs[0], runs) == stack  # and not with runs that start anew
+    for difference in ("other_code", "other_default"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Run, difference, lambda run, attempt: "it has changed")
+            assert interrupted_group(stack[0]) == ""
     with without_pictures():
         assert run_together(stack) == paths
     for run, path in zip(stack, paths, strict=True):
@@ -113,6 +129,7 @@ def test_a_stack_that_cannot_be_resumed_starts_anew(tmp_path, capsys):
     )
     assert [read_summary(path)["status"] for path in outcomes] == ["finished"] * 2
     assert before not in outcomes
+    assert interrupted_group(stack[0]) == ""  # its newest attempt has finished
 
 
 @pytest.mark.end_to_end
