@@ -4,6 +4,7 @@ import dataclasses
 import re
 from contextlib import nullcontext
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,8 +28,10 @@ from client_app.split_model import head_of, with_own_head
 from client_app.stacked import (
     Stack,
     bytes_of_training,
+    check_captured,
     check_stackable,
     clients_that_fit,
+    stacked_frozen,
     train_stacked,
 )
 from client_app.trainer import Duration, Phase, copy_of
@@ -273,12 +276,26 @@ class Reads(FedRep):
             terms=lambda x: {"supervised": (value * model(x)).square().mean()},
             lr=0.1,
             duration=Duration(1, "epochs"),
+            **self.optimizer(ctx),
         )
         return Update(copy_of(model), descent.num_steps, descent.terms)
 
+    def optimizer(self, ctx):
+        return {}
 
-def reading(value):
-    return type("Reads", (Reads,), {"value": staticmethod(value)})(1, 1, 0)
+
+def reading(value, optimizer=lambda ctx: {}):
+    functions = {"value": staticmethod(value), "optimizer": staticmethod(optimizer)}
+    return type("Reads", (Reads,), functions)(1, 1, 0)
+
+
+@pytest.mark.parametrize("key", ["momentum", "weight_decay"])
+def test_clients_with_another_momentum_or_weight_decay_are_refused(key):
+    method = reading(lambda ctx: 1.0, lambda ctx: {key: 0.1 * int(ctx.client[-1])})
+    subject = subject_of("fedrep")
+    ctxs = rounds_of(subject, subject.config(local_epochs=1), ProcessCache())
+    with pytest.raises(ValueError, match="or with another momentum or weight decay"):
+        together_of(method, ctxs)
 
 
 def test_a_loss_that_captures_what_differs_between_clients_is_refused():
@@ -293,6 +310,24 @@ def test_a_loss_that_captures_what_differs_between_clients_is_refused():
     alone = [same.train(ctx) for ctx in rounds_of(subject, config, ProcessCache())]
     together = together_of(same, rounds_of(subject, config, ProcessCache()))
     assert_same_updates(alone, together, rtol=1e-4)
+
+
+def test_terms_of_another_kind_may_capture_other_values():
+    def phase(kind, value):
+        return SimpleNamespace(kind=kind, terms=lambda batch: {"supervised": value * batch})
+
+    check_captured([phase("a", 1), phase("b", 2), phase("a", 1)], "clients-per-step")
+    with pytest.raises(ValueError, match="reads 'value', which differs"):
+        check_captured([phase("a", 1), phase("b", 2), phase("b", 3)], "clients-per-step")
+
+
+def test_a_client_may_have_fewer_frozen_networks_than_another():
+    one, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    clients = [], [one], [one, one], [one, other]
+    shared, separate = stacked_frozen([SimpleNamespace(frozen=frozen) for frozen in clients])
+    assert shared == {}
+    assert torch.equal(separate["weight"][2], one.weight)
+    assert torch.equal(separate["weight"][3], other.weight)
 
 
 class SharpnessAware(FedRep):
@@ -369,7 +404,7 @@ def test_dropout_is_refused_and_one_client_a_step_never(monkeypatch):
     check_stackable(method_of(config), config, torch.nn.Sequential(torch.nn.Dropout(0.0)))
 
 
-@pytest.mark.parametrize("attribute", ["state", "client", "label_counts", "train_samples"])
+@pytest.mark.parametrize("attribute", ["state", "client", "label_counts", "train_samples", "extra"])
 def test_a_loss_that_reads_what_differs_between_clients_is_refused(attribute, monkeypatch):
     def supervised(self, batch):
         getattr(batch.ctx, attribute)
@@ -378,8 +413,12 @@ def test_a_loss_that_reads_what_differs_between_clients_is_refused(attribute, mo
     monkeypatch.setattr(METHODS["fedavg"], "supervised", supervised)
     subject = subject_of("fedavg")
     config = subject.config(local_epochs=1)
+    ctxs = [
+        dataclasses.replace(ctx, extra={"own": torch.zeros(n)})
+        for n, ctx in enumerate(rounds_of(subject, config, ProcessCache()))
+    ]
     with pytest.raises(ValueError, match=f"the loss reads ctx.{attribute}, which may differ"):
-        together_of(method_of(config), rounds_of(subject, config, ProcessCache()))
+        together_of(method_of(config), ctxs)
 
 
 def test_clients_that_received_different_arrays_are_refused():

@@ -632,6 +632,12 @@ def test_an_epoch_has_at_most_a_batch_for_each_sample():
     assert steps_per_round(config, "cifar10") == 5 * 500  # 50,000 samples, 100 clients
 
 
+def test_a_run_without_local_epochs_is_scaled_as_one_with_an_epoch():
+    keys = [{"preset": "fedcka-table1-cifar100", "local-epochs": n} for n in (0, 1)]
+    none, one = (scaled(each, SCALES["minutes"]) for each in keys)
+    assert none == one | {"local-epochs": 0}
+
+
 @pytest.mark.parametrize(
     ("changes", "share"),
     [({}, 1.0), ({"fraction-train": 0.1}, 0.1), ({"num-clients": 20, "fraction-train": 0.5}, 0.5)],
