@@ -766,6 +766,13 @@ def test_the_bounds_on_values_are_those_of_the_model_that_was_sent():
     assert strategy.limits["0.weight"] == pytest.approx(1e4 * largest)
 
 
+def test_arrays_that_were_not_sent_are_no_part_of_an_update():
+    strategy, current = average_of(), network().state_dict()
+    ask(strategy, current)
+    update = strategy.update_of(reply_of("client-0", current | {"gradient": torch.ones(2)}))
+    assert update.keys() == {n for n, array in current.items() if array.is_floating_point()}
+
+
 def test_the_bounds_on_values_have_room_for_noise():
     strategy = average_of(**{"privacy.epsilon": 0.001, "privacy.clip_norm": 10.0})
     ask(strategy, network().state_dict())
