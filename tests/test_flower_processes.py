@@ -227,8 +227,12 @@ def test_an_executor_waits_for_a_superlink_that_hangs(replaced):
     assert not invoker.should_giveup(TimeoutError("the TLS handshake timed out"))
 
 
-def test_a_supernode_waits_half_a_minute_for_the_arrays_of_a_message(replaced):
-    made = replaced(supernode, "flower_supernode")
+def test_a_supernode_polls_quickly_and_waits_half_a_minute_for_arrays(replaced, monkeypatch):
+    made, slept = replaced(supernode, "flower_supernode"), []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    made["time"].sleep(3.0)
+    assert slept == [supernode.poll_s]
+    assert supernode.poll_s <= 0.25
     assert made["pull_objects"].func is pull_objects
     assert made["pull_objects"].keywords == {"max_time": 30.0}
 

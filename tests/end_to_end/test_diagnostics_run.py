@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -326,8 +327,12 @@ def test_the_command_refuses_in_one_line_what_it_cannot_measure(run, monkeypatch
     damaged.write_bytes((folder / "model.safetensors").read_bytes()[:-100])
     other = run({"num-rounds": 1, "model": "cnn-fedcka"}) / "model.safetensors"
     output = folder / "diagnostics-models"
+    untrained = tmp_path / "untrained"
+    shutil.copytree(folder, untrained)
+    (untrained / "history.jsonl").write_text("")
     for words, expected in (
         ([tmp_path], "not a run directory"),
+        ([untrained, "--output", tmp_path / "output"], "no round has finished"),
         ([folder, "client-0007"], "neither a client"),
         ([folder, damaged], "damaged"),
         ([folder, other], "in the run's cnn-fedreco it is"),

@@ -17,13 +17,15 @@ from client_app.methods import method_of
 
 @pytest.mark.parametrize("part", ["full", "head", "extractor"])
 def test_fedbabus_tuning_moves_the_part_that_is_asked_for(part, in_float64):
-    config = make_config(method="fedbabu", fedbabu__part=part, fedbabu__epochs=1)
+    """At one rate in every round."""
+    config = make_config(method="fedbabu", fedbabu__part=part, fedbabu__epochs=1, lr_decay=0.5)
     w = initial(config)
     body = body_part(initial(config, seed=5))
-    tuned = method_of(config).personal_model(make_round(config, received=body), {}).state_dict()
+    now = make_round(config, number=3, received=body)
+    tuned = method_of(config).personal_model(now, {}).state_dict()
     wanted = {"full": set(w), "head": HEAD, "extractor": set(body)}[part]
     assert set(differ(tuned, w | body)) == wanted
-    batches = batches_of(config, "fine-tuning", 1)
+    batches = batches_of(config, "fine-tuning", 1, number=3)
     by_hand = sgd_by_hand(config, w | body, batches, sorted(wanted), lr=0.001, momentum=0.9)
     assert_close(tuned, by_hand, rtol=0, atol=1e-12)
 

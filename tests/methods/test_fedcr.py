@@ -214,6 +214,16 @@ def test_fedcrs_final_epochs_tune_the_head_after_the_last_round_alone(number, mo
     now = cr_round(config, w, number=number)
     model = method_of(config).personal_model(now, now.state)
     assert set(differ(model.model.state_dict(), w)) == moved
+    assert method_of(config).depends_on_num_rounds()
+    assert not method_of(cr(fedcr__final_head_epochs=0)).depends_on_num_rounds()
+
+
+def test_a_global_gaussian_without_deviation_leaves_the_weights_finite():
+    config = cr()
+    w = initial(config, seed=5)
+    now = cr_round(config, w, random(3, 256, seed=1).float(), torch.zeros(3, 256))
+    update = method_of(config).train(now)
+    assert all(array.isfinite().all() for array in (update.arrays | update.state["head"]).values())
 
 
 def test_fedcrs_final_epochs_are_sgd_on_the_sampled_loss_written_out():

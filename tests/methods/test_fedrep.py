@@ -82,6 +82,8 @@ def test_fedreps_final_epochs_tune_the_head_after_the_last_round_alone(number, m
     now = make_round(config, number=number, received=body_part(w))
     tuned = method_of(config).personal_model(now, {"head": head_part(w)}).state_dict()
     assert set(differ(tuned, w)) == moved
+    assert method_of(config).depends_on_num_rounds()
+    assert not method_of(make_config(method="fedrep")).depends_on_num_rounds()
     if moved:
         batches = batches_of(config, "fine-tuning", 2, number=number)
         by_hand = sgd_by_hand(config, w, batches, sorted(moved), lr=0.05 * 0.5**2, **MOVING)
