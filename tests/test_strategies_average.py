@@ -756,11 +756,15 @@ def test_a_round_is_large_by_the_updates_of_all_its_clients(monkeypatch, num_cli
     assert strategy.is_large == is_large
 
 
-def test_the_bounds_on_values_are_those_of_the_model_that_was_sent():
-    """FedACG's look-ahead model, near which the clients' weights are."""
-    strategy = average_of(server_optimizer="fedacg")
+def test_updates_are_measured_from_the_model_that_was_sent():
+    """FedACG's look-ahead model: a client that does not move has an update of norm 0."""
+    strategy = average_of(server_optimizer="fedacg", norm_bound="fixed", norm_bound_value=1e-5)
     strategy.server_optimizer.load({"0.weight": torch.full((2, 3), 1e3)})
-    ask(strategy, network().state_dict())
+    messages = ask(strategy, network().state_dict())
+    replies = [reply_of(f"client-{i}", strategy.sent, 10 + i) for i in range(5)]
+    for message, reply in zip(messages, replies, strict=True):
+        strategy.accept(1, answer(message, reply))
+    assert strategy.validation.report().left_out == {}
     largest = float(strategy.sent["0.weight"].max())
     assert largest > 800
     assert strategy.limits["0.weight"] == pytest.approx(1e4 * largest)
