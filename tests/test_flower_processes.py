@@ -30,6 +30,7 @@ from flwr.server.superlink.fleet.grpc_rere import fleet_servicer
 from flwr.server.superlink.fleet.message_handler import message_handler
 from flwr.server.superlink.linkstate import linkstate_factory
 from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
+from flwr.supercore.constant import TaskType
 from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.exit import exit_handler
 from flwr.supercore.grpc import GRPC_MAX_MESSAGE_LENGTH
@@ -245,6 +246,16 @@ def test_a_superlink_reads_little_more_than_an_object_and_waits_three_minutes(
     largest = FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
     assert 2 * largest < made["GRPC_MAX_MESSAGE_LENGTH"] < 3 * largest
     assert made["HEARTBEAT_PATIENCE"] * HEARTBEAT_DEFAULT_INTERVAL == 180
+
+
+@pytest.mark.parametrize(
+    ("task_type", "installs"), [(TaskType.CLIENT_APP, True), (TaskType.SIMULATION, False)]
+)
+def test_tasks_that_are_not_forked_are_flowers(task_type, installs, monkeypatch):
+    monkeypatch.setattr(SubprocessExecutor, "launch", lambda executor, spec: "Flower's")
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
+    spec = SimpleNamespace(task_type=task_type, runtime_dependency_install=installs)
+    assert ForkingExecutor().launch(spec) == "Flower's"
 
 
 def test_a_stopped_child_s_heartbeats_are_sent_by_its_executor(monkeypatch):

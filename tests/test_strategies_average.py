@@ -660,6 +660,59 @@ def test_what_workers_sum_has_the_bits_of_what_the_server_sums(monkeypatch):
         assert strategy.report.bytes_up == by_server.report.bytes_up
 
 
+class Summing(Average):
+    """Reads the replies' `extra` only through their sum."""
+
+    needs_only_average = True
+
+    def expected_extra(self):
+        return {"beside": torch.zeros(2)}
+
+    def extra_shares(self, clients):
+        return dict.fromkeys(clients, 1 / len(clients))
+
+    def next_arrays(self, current, replies):
+        self.total = self.extra_sum(replies)
+        return super().next_arrays(current, replies)
+
+
+def test_workers_sum_what_is_beside_the_model_too(monkeypatch):
+    current, strategies = network().state_dict(), []
+    for is_by_workers in (False, True):
+        strategies.append(strategy := streaming(monkeypatch, half=Summing))
+        replies = [
+            (message, replace(reply, extra={"beside": torch.tensor([i / 7, 1.0])}))
+            for i, (message, reply) in enumerate(all_answers(strategy, current))
+        ]
+        if is_by_workers:
+            shares, total = strategy.begin_sums(1), ExactSum(strategy.limits)
+            for node, (_, reply) in enumerate(replies, start=100):
+                total.add(reply.arrays, shares["arrays"][node])
+                total.add(reply.extra, shares["extra"][node])
+            strategy.take_sum(shares["extra"], total.sums)
+            replies = [(message, replace(r, arrays={}, extra={})) for message, r in replies]
+        strategy.aggregate_train(1, [answer(*each) for each in replies])
+    one, other = strategies
+    assert same_bits(one.total, other.total)
+    assert one.total["beside"].tolist() == pytest.approx([2 / 7, 1.0])
+    assert one.report.bytes_up == other.report.bytes_up
+
+
+def test_a_sum_whose_replies_did_not_come_is_no_part_of_the_next_round(monkeypatch):
+    found = []
+    for strategy in (streaming(monkeypatch), unlucky := streaming(monkeypatch)):
+        if strategy is unlucky:
+            for message in summed_by_workers(strategy, [[0, 1, 2, 3], [4]])[1:]:
+                strategy.accept(1, message)
+            strategy.aggregate_train(1, [])
+            assert [reply.client for reply in strategy.report.accepted] == ["client-4"]
+        messages = summed_by_workers(strategy, [[0, 1], [2, 3], [4]])
+        following, _ = strategy.aggregate_train(1, messages)
+        assert strategy.report.left_out == {}
+        found.append(tensors(following))
+    assert same_bits(*found)
+
+
 class CountedDict(dict[str, TrainReply]):
     """Counts how often all of its keys are looked at."""
 
@@ -784,13 +837,6 @@ def test_the_bounds_on_values_have_room_for_noise():
 
 
 def test_arrays_beside_the_model_that_are_summed_are_bounded_by_the_largest_trained_value():
-    class Summing(Average):
-        def expected_extra(self):
-            return {"beside": torch.zeros(2)}
-
-        def extra_shares(self, clients):
-            return dict.fromkeys(clients, 1 / len(clients))
-
     strategy = average_of(half=Summing)
     ask(strategy, network().state_dict() | {"0.bias": torch.tensor([5.0, -70.0])})
     assert strategy.limits["beside"] == strategy.limits["0.bias"] == 70e4
