@@ -3,6 +3,7 @@
 import json
 import secrets
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -47,6 +48,19 @@ def without_pictures() -> Iterator[None]:
         for picture in ("plot_accuracy", "plot_label_distribution"):
             patch.setattr(server_app.report, picture, lambda *what: None)
         yield
+
+
+@contextmanager
+def keel_run(*arguments: str, **how: Any) -> Iterator[subprocess.Popen[str]]:
+    """`keel run` in a process of its own, which is killed at the end."""
+    command = [sys.executable, "-m", "keel", "run", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process: subprocess.Popen[str] = subprocess.Popen(command, **pipes, text=True, **how)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=60)
 
 
 def resume(folder: Path, num_clients: int = NUM_CLIENTS, **given: OptionValue) -> Path:

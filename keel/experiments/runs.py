@@ -39,6 +39,7 @@ RELEVANT_TO_SECONDS = {"device", "cache-mb"}  # and `threads`, on which the bits
 DIVERGED, FAILED = "diverged", "failed"
 NOTE = "failed"  # the folder of `Run.note_failure`, beside the run directories
 REMEDY = "remove its run directory, then run it again or restore it from an archive"  # of damage
+IN_EVERY_CONFIG = {"method", "server", "privacy.epsilon", "num-rounds"}  # by their old names
 UNKNOWN = "not recorded"  # code that a manifest does not name
 
 
@@ -288,8 +289,8 @@ def config_in(directory: Path) -> dict[str, Any]:
     """The flat config in a run's config.json, as it is there. ValueError naming a damaged file."""
     path = directory / "config.json"
     flat = read_object(path).get("config")
-    if not isinstance(flat, dict):
-        raise ValueError(f"{path} is damaged: it has no config")
+    if not isinstance(flat, dict) or IN_EVERY_CONFIG - with_old_names(flat).keys():
+        raise ValueError(f"{path} is damaged: its config is missing or incomplete")
     return flat
 
 

@@ -351,9 +351,8 @@ def on_process_exit(function: Any) -> None:
 
 
 # --- deployment ------------------------------------------------------------------------------
-# Between a ClientApp's process and the resident worker, messages travel as Flower's own protobuf.
-# Uses: flwr.common.serde and flwr.proto. Public way: none; flwr.app's types do not serialise.
 
+superlink_unavailable = "Connection to the SuperLink is unavailable"  # printed by `flwr`
 MAX_LOG_CHARS = 2000
 
 
@@ -371,8 +370,8 @@ def log_in_one_line() -> None:
     logging.getLogger("flwr").addFilter(make_safe)
 
 
-superlink_unavailable = "Connection to the SuperLink is unavailable"  # printed by `flwr`
-
+# Between a ClientApp's process and the resident worker, messages travel as Flower's own protobuf.
+# Uses: flwr.common.serde and flwr.proto. Public way: none; flwr.app's types do not serialise.
 
 T = TypeVar("T", Message, Context, RecordDict)
 SERDE: dict[type, tuple[Any, Any, Any]] = {  # to protobuf, from it, its class

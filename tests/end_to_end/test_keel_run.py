@@ -4,9 +4,6 @@ import errno
 import os
 import re
 import signal
-import subprocess
-import sys
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -15,6 +12,7 @@ from run_fixtures import (
     assert_same_run,
     audit_of,
     history_of,
+    keel_run,
     only_run,
     same_bits,
     summary_of,
@@ -37,22 +35,7 @@ SMALL = ["model=cnn-fedreco", "data-fraction=0.4", *WHOLE[1:]]
 FULL = "failed: OSError: [Errno 28] No space left on device"
 
 
-@contextmanager
-def long_run(**how):
-    """`keel run` of many rounds in a process of its own, which is killed at the end."""
-    command = [sys.executable, "-m", "keel", "run", *SMALL[:-1], "num-rounds=100000"]
-    process = subprocess.Popen(
-        [*command, "--clients", "2"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **how,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait(timeout=60)
+long_run = partial(keel_run, *SMALL[:-1], "num-rounds=100000", "--clients", "2")
 
 
 def test_a_run_shows_its_plan_then_a_line_a_round(home, capsys):

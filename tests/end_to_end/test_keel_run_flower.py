@@ -2,15 +2,12 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from PIL import Image
-from run_fixtures import SMALL, assert_same_run, summary_of
+from run_fixtures import SMALL, assert_same_run, keel_run, summary_of
 
 from keel.cli.interrupts import ENDED, STOPPING
 from keel.deployment.simulation import MARK
@@ -30,23 +27,10 @@ words = [f"{key}={value}" for key, value in keys.items() if key != "num-rounds"]
 long_run = [*words, "num-rounds=1000", "run-name=cut", "--clients", "3"]
 
 
-@contextmanager
 def started(home, *arguments):
     """`keel run --engine flower` with a home of its own, killed at the end."""
     own = {"KEEL_HOME": str(home), "PYTHONPATH": str(root), MARK + "_TEST": str(home)}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "keel", "run", "--engine", "flower", *arguments],
-        cwd=home,
-        env=os.environ | own,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate(timeout=60)
+    return keel_run("--engine", "flower", *arguments, cwd=home, env=os.environ | own)
 
 
 def started_by(home):

@@ -843,7 +843,8 @@ def test_a_clock_that_was_wrong_does_not_hide_a_result(ends, word, tmp_path, mon
 @pytest.mark.parametrize(
     ("name", "damage", "found"),
     [
-        ("config.json", lambda text: "{}", "it has no config"),
+        ("config.json", lambda text: "{}", "its config is missing or incomplete"),
+        ("config.json", lambda text: '{"config": {}}', "its config is missing or incomplete"),
         ("summary.json", lambda text: text[:-2], "Unterminated"),
         ("history.jsonl", lambda text: "", "round 2, the last, is missing"),
         ("history.jsonl", lambda text: text.replace(": 2,", ": 1,"), "round 2, the last, is miss"),
