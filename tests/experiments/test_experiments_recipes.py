@@ -998,6 +998,11 @@ def test_seconds_are_judged_where_a_round_has_as_much_work_as_the_papers(scale, 
     assert (claim.verdict == "not tested") == (detail != "+0.00")
 
 
+def test_accuracies_of_runs_that_trained_together_are_judged():
+    claim = first_claim("fedcka-table-2", "FedCKA above FedAvg", "paper", {"stacked-runs": 8})
+    assert claim.verdict == "reproduced"
+
+
 def test_a_claim_may_name_its_round_and_a_headline_is_one_of_the_claims():
     recipe = parse_recipe(good.replace("one in a", "one in a from round 3"), Path("r.yaml"))
     (claim,) = recipe.claims
