@@ -355,3 +355,9 @@ def test_pooling_takes_the_largest_of_four_with_and_without_gradient(side, memor
     for pooled in (without_gradient, pool(x)):
         torch.testing.assert_close(pooled, windows.amax((3, 5)), rtol=0, atol=0, equal_nan=True)
         assert pooled.is_contiguous(memory_format=memory)
+
+
+def test_of_equal_values_one_has_the_gradient_of_the_pool():
+    x = torch.zeros(1, 1, 2, 4, requires_grad=True)
+    MaxPool2x2()(x).sum().backward()
+    assert sorted(x.grad.flatten().tolist()) == [0.0] * 6 + [1.0] * 2

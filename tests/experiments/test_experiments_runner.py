@@ -23,6 +23,7 @@ from keel.experiments import plan, runner, tasks
 from keel.experiments.archive import pack, unpacked
 from keel.experiments.claims import (
     JudgedClaim,
+    compared,
     judge,
     judge_claims,
     read_differently,
@@ -1023,6 +1024,19 @@ def test_a_time_that_is_never_reached_is_longer_than_any(a, b, cell, word, tmp_p
     text = write_report(tmp_path)[1].read_text()
     assert f"| B | {cell} |" in text
     assert f"| A below B in result | {word} | A reaches it with" in text
+
+
+@pytest.mark.parametrize(("failed", "lead"), [("A", -math.inf), ("B", 0.0)])
+def test_a_run_that_failed_is_no_evidence_for_the_side_said_to_be_faster(failed, lead):
+    recipe = parse_recipe(times, Path("t.yaml"))
+    sides = [
+        replace(
+            Result(recipe.cell(name, "result"), None, {} if name == failed else {0: 10.0}, 1),
+            failures={0: "diverged"} if name == failed else {},
+        )
+        for name in ("A", "B")
+    ]
+    assert compared(recipe.claims[0], *sides)[:2] == ([], [lead])
 
 
 @pytest.mark.parametrize(
