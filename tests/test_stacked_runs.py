@@ -162,7 +162,9 @@ def test_several_clients_of_each_run_train_together(tmp_path, monkeypatch):
         return train_stacked(methods, ctxs)
 
     monkeypatch.setattr(handlers, "train_stacked", counted)
+    monkeypatch.setattr(logging.getLogger("keel"), "level", logging.NOTSET)
     paths = together(tmp_path, TWO, **{"clients-per-step": 2, "num-rounds": 1})
+    assert logging.getLogger("keel").level == logging.NOTSET  # again
     assert sizes == [4, 2]  # two clients of each run, then the third ones
     assert all("4 clients train" in (path / "run.log").read_text() for path in paths)
 

@@ -5,6 +5,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from flwr.app import ConfigRecord, Message, Metadata, RecordDict
 from flwr.common.constant import SubStatus
+from flwr.proto.task_pb2 import Task
 from flwr.supercore.constant import TaskType
 from flwr.supercore.corestate import in_memory_corestate
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
@@ -87,12 +88,15 @@ def test_a_message_whose_task_ends_without_a_reply_is_answered_with_an_error(
     node, sub_status, was_fetched
 ):
     message, task = node.take("a")
+    node.state.object_store.preregister(run_id, get_object_tree(message))
+    node.finish_reply(message)
     if was_fetched:
         assert len(node.state.get_messages(run_ids=[run_id], is_reply=False)) == 1
     assert node.sent() == []
     node.end(task, sub_status)
     assert node.sent() == error_to(message)
     assert node.sent() == []  # once
+    assert node.state.object_store.get(message.metadata.message_id) is None
 
 
 def test_flowers_own_state_does_not_answer():
@@ -152,6 +156,7 @@ def test_the_late_end_of_a_task_does_not_touch_the_next_message(node):
     node.forget(message)  # as after sending
     following, following_task = node.take("b")
     node.end(task)
+    node.state._on_task_tokens_expired([Task(task_id=task, type=TaskType.CLIENT_APP)])
     assert node.sent() == []
     node.finish_reply(node.begin_reply(following))
     node.end(following_task, SubStatus.COMPLETED)
