@@ -479,6 +479,30 @@ def test_a_reply_of_too_many_objects_is_refused_before_it_arrives(link):
     assert code == ErrorCode.REPLY_MESSAGE_UNAVAILABLE
 
 
+def test_an_object_larger_than_any_of_flowers_is_refused(link, monkeypatch):
+    monkeypatch.setattr(reply_bounds, "MAX_OBJECT_BYTES", 2**17)
+    asked = bounded(link, "one", 2**20)
+    before = stored_bytes(link)
+    _, answers = pushed(link, asked, random_arrays(1, 2**18), 2**20)
+    assert False in answers
+    assert stored_bytes(link) < before + 2000
+    request = PullAppMessagesRequest(message_ids=ids(asked))
+    [answer] = pull_complete_replies(request, link.state, Task(run_id=link.run)).messages_list
+    assert answer.error.reason == f"the reply has {TOO_LARGE} {2**17} bytes in one object"
+
+
+def test_what_arrives_of_a_reply_after_its_message_was_deleted_is_refused(link):
+    """It would have no bound."""
+    asked = bounded(link, "one", 2**20)
+    reply = own_message(link, link.node, SUPERLINK_NODE_ID, *ids(asked))
+    session = push_by_fleet(link, link.node, reply).session_id
+    link.state.delete_messages(set(ids(asked)))
+    for name, each in get_all_nested_objects(reply).items():
+        assert not link.state.store_object(link.run, session, name, each.deflate())
+    with link.state.session() as database:
+        assert database.get(ObjectPushSession, session) is None
+
+
 def test_partial_replies_do_not_pile_up(link):
     sizes = []
     for number in range(6):
