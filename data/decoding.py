@@ -16,6 +16,7 @@ DECODE_CHUNK = 256  # images a thread decodes at a time
 # Pillow's names of the formats that are read, whatever a file's ending: it would give EPS, for
 # example, to Ghostscript.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+MAX_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 0)  # of larger images Pillow decodes nothing
 # Channels of Pillow's modes of up to 8 bits; deeper ones would lose more than a user may expect.
 CHANNELS_OF_MODE = {"1": 1, "L": 1, "LA": 1, "P": 3, "RGB": 3, "RGBA": 3, "CMYK": 3, "YCbCr": 3}
 
@@ -164,6 +165,8 @@ def with_file(item: str, use: Callable[[Image.Image], T], upright: bool = True) 
         reason = one_line(error)
         if isinstance(error, UnidentifiedImageError):  # it would name a Python object
             reason = f"its format is none of {', '.join(FORMATS)}"
+        if isinstance(error, Image.DecompressionBombError):  # before any pixel is decoded
+            reason = f"it has more than {MAX_PIXELS:,} pixels: scale it down"
         raise ImageFileError(
             f"{item}: not a readable image: {reason}", "an image cannot be read"
         ) from error

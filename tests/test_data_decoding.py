@@ -75,6 +75,16 @@ def test_an_unreadable_image_is_named(load, tmp_path, kind):
     assert "_io." not in message
 
 
+def test_an_image_of_too_many_pixels_is_named_with_what_to_do(load, tmp_path):
+    spec = make_folder(tmp_path / "mine", random_images(2, 30, 30))
+    file = tmp_path / "mine" / "train" / "ant" / "0.png"
+    content = file.read_bytes()
+    header = b"IHDR" + struct.pack(">II", 20_000, 10_000) + content[24:29]
+    file.write_bytes(content[:12] + header + struct.pack(">I", zlib.crc32(header)) + content[33:])
+    expected = f"{file}: not a readable image: it has more than 178,956,970 pixels: scale it down"
+    assert rejected(load, spec) == expected
+
+
 def test_a_named_pipe_among_the_images_is_refused(load, tmp_path):
     spec = make_folder(tmp_path / "mine", random_images(4, 30, 30))
     file = tmp_path / "mine" / "train" / "bee" / "3.png"
