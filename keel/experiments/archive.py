@@ -17,7 +17,7 @@ from typing import Any
 
 from keel.experiments.measure import CLOCKS, DIVERGENCE, is_divergence
 from keel.experiments.plan import fault_of_job, job_name, load_job, runs_needed
-from keel.experiments.recipe import parse_recipe
+from keel.experiments.recipe import Recipe, parse_recipe
 from keel.experiments.runs import (
     NOTE,
     UNKNOWN,
@@ -60,6 +60,10 @@ def pack(output: Path, archive: Path) -> list[Path]:
                     files[f"{folder}/{directory.name}/{name}"] = text
         if files:
             changes = without_folders(options.changes, source)
+            if "source" not in changes:  # the recipe itself may name folders
+                for own in own_sources(parse_recipe(about["text"], recipe.path)):
+                    name = str(without_folders({"source": own}, source)["source"])
+                    about["text"] = about["text"].replace(own, name)
             about |= {"recipe": recipe.path.name, "changes": changes}
             whole = parse_recipe(about["text"], recipe.path)  # cells added later keep the name
             name = job_name(whole, replace(options, changes=changes))
@@ -180,16 +184,24 @@ def restore_job(about: Mapping[str, Any], output: Path, source: str) -> None:
     # imports torch, which the summary does without
     from keel.experiments.runner import locked, save_job
 
-    recipe, changes = parse_recipe(about["text"], Path(about["recipe"])), dict(about["changes"])
-    archived = str(changes.get("source", ""))
+    text, place, changes = about["text"], Path(about["recipe"]), dict(about["changes"])
+    own = own_sources(parse_recipe(text, place))
+    archived = str(changes.get("source", "")) or next(iter(own), "")
     if "/" in archived:
-        changes["source"] = source
+        text = text.replace(archived, source)
+        changes |= {"source": source} if "source" in changes else {}
+    recipe = parse_recipe(text, place)
     every = [[c.row.name, c.column.name] for c in recipe.cells]
     names = about.get("cells", every)
     cells = [c for c in recipe.cells if [c.row.name, c.column.name] in names]
     options = Options(about["scale"], changes, about["seeds"], about["full_grid"])
     with locked(output):
         save_job(recipe, options, output, cells, archived if "/" in archived else "")
+
+
+def own_sources(recipe: Recipe) -> list[str]:
+    """The files and folders that a recipe's own cells name as their source."""
+    return sorted({s for c in recipe.cells if "/" in (s := str(c.keys.get("source", "")))})
 
 
 def without_folders(keys: Mapping[str, Any], archived: str = "") -> dict[str, Any]:

@@ -331,6 +331,26 @@ def test_restored_runs_are_finished_and_archive_as_before(output, tmp_path, refu
     assert path.read_bytes() == before
 
 
+def test_runs_of_a_recipe_that_names_its_folder_are_found_where_they_are_restored(tmp_path):
+    own = tmp_path / "own.yaml"
+    own.write_text(
+        f"config: {{source: 'folder:{tmp_path}/private/photos', num-clients: 4, num-rounds: 2}}\n"
+        "rows:\n  FedAvg: {method: fedavg}\n  FedProx: {method: fedprox}\n"
+    )
+    output, again = make_table(tmp_path / "out", str(own), seeds=2), tmp_path / "again"
+    (path,) = pack(output, tmp_path / "histories")
+    before = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        assert not any(b"private" in archive.read(name) for name in archive.namelist())
+    restored = restore(path, again, f"folder:{tmp_path}/elsewhere/photos")
+    (job,) = (again / "jobs").iterdir()
+    recipe, how = load_job(job)
+    needed = runs_needed(recipe, recipe.cells, how, again, ())
+    assert {run.finished() for run in needed} == {*restored}
+    assert pack(again, tmp_path / "histories") == [path]
+    assert path.read_bytes() == before
+
+
 def test_where_no_run_can_be_verified_verify_fails(output):
     """As these, which are small copies of runs."""
     out = io.StringIO()
