@@ -15,9 +15,18 @@ from types import SimpleNamespace
 import grpc
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, Metadata, RecordDict
 from flwr.app.message import remove_content_from_message
-from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode, SubStatus
+from flwr.common.constant import (
+    PUBLIC_KEY_HEADER,
+    SIGNATURE_HEADER,
+    SUPERLINK_NODE_ID,
+    TIMESTAMP_HEADER,
+    ErrorCode,
+    SubStatus,
+)
 from flwr.common.serde import message_to_proto
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest, PushMessagesRequest
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree
@@ -32,10 +41,16 @@ from flwr.server.superlink.linkstate import LinkStateFactory, linkstate_factory,
 from flwr.supercore import sql_mixin
 from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
 from flwr.supercore.corestate import sql_corestate
+from flwr.supercore.date import now
 from flwr.supercore.error import FlowerError
 from flwr.supercore.error.catalog import API_ERROR_MAP
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.object_store import ObjectStoreFactory, object_store_factory
+from flwr.supercore.primitives.asymmetric import (
+    generate_key_pairs,
+    public_key_to_bytes,
+    sign_message,
+)
 from flwr.supercore.state.schema.corestate_models import ObjectPushSession, ObjectPushSessionRoot
 from flwr.supercore.state.schema.objectstore_models import StoredObject
 from flwr.superlink.federation import NoOpFederationManager
@@ -798,6 +813,32 @@ def test_a_large_request_is_refused_before_it_is_read(method, size, is_read, mon
     else:
         with pytest.raises(ValueError, match=f"a request of {size} bytes: refused"):
             checked.request_deserializer(bytes(size))
+
+
+@pytest.mark.parametrize("garbage", ["key", "kind of key", "time", "time without a zone"])
+def test_authentication_metadata_that_cannot_be_read_is_refused_in_one_line(garbage, caplog):
+    """Each call put a traceback into the SuperLink's log, whoever made it."""
+    private, public = generate_key_pairs()
+    times = {"time": "yesterday", "time without a zone": "2026-01-01T00:00:00"}
+    written = times.get(garbage, now().isoformat())
+    pem = b"no key" if garbage == "key" else public_key_to_bytes(public)
+    if garbage == "kind of key":
+        pem = (
+            Ed25519PrivateKey.generate()
+            .public_key()
+            .public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+        )
+    signature = sign_message(private, written.encode())
+    headers = {PUBLIC_KEY_HEADER: pem, TIMESTAMP_HEADER: written, SIGNATURE_HEADER: signature}
+    method = "/flwr.proto.Fleet/PullMessages"
+    call = SimpleNamespace(method=method, invocation_metadata=headers.items())
+    answer = OwnKeyInterceptor(None).intercept_service(lambda _: None, call)
+    said = []
+    answer.unary_unary(None, SimpleNamespace(abort=lambda *why: said.append(why)))
+    assert said == [(StatusCode.UNAUTHENTICATED, "Invalid authentication metadata")]
+    [line] = caplog.records
+    assert line.getMessage().startswith("authentication metadata that cannot be read (")
+    assert not line.exc_info
 
 
 def test_a_message_to_a_node_that_has_left_keeps_no_other_of_its_round_from_being_sent(link):
