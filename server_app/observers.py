@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from server_app.history import CURVES, Line, duration
+from server_app.summary import privacy_text
 
 log = logging.getLogger("keel.server")
 NOTE_EVERY_S = 10.0
@@ -192,12 +193,5 @@ def print_summary(summary: Mapping[str, Any], title: str) -> None:
         f"{summary['bytes_down'] / 1e6:.1f} MB sent, {summary['bytes_up'] / 1e6:.1f} MB received"
     )
     if privacy := summary["privacy"]:
-        release, composed = privacy["per_release"], privacy["composed"]
-        small = privacy["composed_at_small_delta"]
-        at_small_delta = f" (epsilon {small['epsilon']:.2f} at delta {small['delta']})"
-        console.print(
-            f"privacy: epsilon {release['epsilon']}, delta {release['delta']} a release; composed "
-            f"over {privacy['releases']} releases: epsilon {composed['epsilon']:.2f}, delta "
-            f"{composed['delta']}{at_small_delta * (small['delta'] < composed['delta'])}"
-        )
+        console.print(f"privacy: {privacy_text(privacy)}")
     console.print(f"run directory: {escape(summary['directory'])}", soft_wrap=True)

@@ -109,6 +109,18 @@ def headline(results: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def privacy_text(privacy: Mapping[str, Any]) -> str:
+    """The privacy statement of a summary in one line. Raises one of DAMAGE if it is damaged."""
+    release, composed = privacy["per_release"], privacy["composed"]
+    small = privacy["composed_at_small_delta"]
+    at_small_delta = f" (epsilon {small['epsilon']:.2f} at delta {small['delta']})"
+    return (
+        f"epsilon {release['epsilon']}, delta {release['delta']} a release; composed over "
+        f"{privacy['releases']} releases: epsilon {composed['epsilon']:.2f}, delta "
+        f"{composed['delta']}{at_small_delta * (small['delta'] < composed['delta'])}"
+    )
+
+
 def read_config_file(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """(every key, the keys that the user set) of a run's config.json, under current names.
 

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,7 +38,7 @@ from protocol.files import digest, private_files
 from protocol.options import typed
 from protocol.text import in_one_line, printable
 from server_app.history import CURVES, curve, duration
-from server_app.summary import summarise
+from server_app.summary import privacy_text, summarise
 
 RECENT_ROUNDS = 10  # whose left out clients `status` names
 STOP_TIMEOUT_S = 90.0
@@ -63,14 +63,15 @@ def status(
 
 
 def status_row(run: SavedRun) -> dict[str, Any]:
-    """`row_of` the run, with the seconds of its rounds and whom the recent ones left out.
+    """`row_of` the run, its seconds, the privacy spent, and whom the recent rounds left out.
 
     ValueError, one line, if its files are damaged.
     """
     recent = {line["round"]: line["left_out"] for line in run.history[-RECENT_ROUNDS:]}
     seconds = round(sum(sum(line["seconds"].values()) for line in run.history), 2)
-    damaged = run.damaged_checkpoints()
-    return row_of(run) | {"seconds": seconds, "left_out": recent, "damaged_checkpoints": damaged}
+    damaged, privacy = run.damaged_checkpoints(), run.summary.get("privacy")
+    found = {"seconds": seconds, "privacy": privacy, "left_out": recent}
+    return row_of(run) | found | {"damaged_checkpoints": damaged}
 
 
 def status_lines(run: SavedRun) -> list[str]:
@@ -98,6 +99,9 @@ def status_lines(run: SavedRun) -> list[str]:
                 f"round {number}: {100 * value:.2f} %" for number, value in points[-3:]
             )
             lines.append(f"accuracy  {description}: {shown}")
+    if privacy := run.summary.get("privacy"):
+        with suppress(*DAMAGE):
+            lines.append(f"privacy   {privacy_text(privacy)}")
     for line in history[-RECENT_ROUNDS:]:
         for client, reason in line["left_out"].items():
             lines.append(f"left out  round {line['round']}: {client}: {reason}")

@@ -103,6 +103,27 @@ def test_the_status_names_recent_failures_and_changes_nothing(run, failing, prin
     assert before == {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
+def test_the_status_has_the_privacy_spent_so_far(run, printed, monkeypatch):
+    seen, done = [], server_app.report.Reporter.round_done
+
+    def look(reporter, line):
+        done(reporter, line)
+        seen.append(status_lines(SavedRun(reporter.info.directory)))
+
+    monkeypatch.setattr(server_app.report, "WRITE_EVERY_S", -1)
+    monkeypatch.setattr(server_app.report.Reporter, "round_done", look)
+    directory = run(quick | {"method": "fedreco", "privacy.epsilon": 0.5, "privacy.delta": 1e-6})
+    spent = json.loads((directory / "summary.json").read_text())["privacy"]
+    release, sentence = "privacy   epsilon 0.5, delta 1e-06 a release; composed over", "releases:"
+    (first,), (last,) = ([x for x in lines if x.startswith("privacy")] for lines in seen)
+    assert first.startswith(f"{release} 1 {sentence} epsilon 0.50, delta 1e-06")
+    total = f"epsilon {spent['composed']['epsilon']:.2f}, delta 1e-06"
+    assert last == f"{release} 2 {sentence} {total}"
+    assert json.loads(printed("status", str(directory), "--json"))["privacy"] == spent
+    (directory / "summary.json").write_text('{"status": "finished", "privacy": {"composed": 1}}')
+    assert not any(line.startswith("privacy") for line in status_lines(SavedRun(directory)))
+
+
 def test_the_status_can_be_read_by_a_program(trained, printed):
     status = json.loads(printed("status", str(trained), "--json"))
     history = history_of(trained)
