@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from keel.cli.progress import Terminal
-from keel.deployment.simulation import end_abandoned, engine_folder, last_line, simulation_superlink
+from keel.deployment.simulation import engine_folder, last_line, simulation_superlink
 from keel.deployment.superlink import SuperLinkClient, app_directory, run_config
-from keel.runs import FINISHED, SavedRun, is_locked
+from keel.runs import FINISHED, SavedRun
 from protocol.options import OptionValue
 from protocol.processes import num_cores
 from protocol.ray_nodes import CPU_WORKERS, Node, devices_by_node
@@ -152,14 +152,6 @@ def run_on_flower(job: Job, terminal: Terminal) -> None:
     assert job.directory is not None
     folder = engine_folder(job.directory.name)
     terminal.phase("starting Flower")
-    if is_locked(folder / ".lock"):
-        raise ValueError(
-            f"a run named {job.directory.name} is running: start this one under another name, with "
-            "run-name=NAME"
-        )
-    end_abandoned(folder)
-    if any(folder.glob("*")):  # of an attempt that failed; if empty, it is reserved
-        shutil.rmtree(folder, ignore_errors=True)
     try:
         with (
             app_directory() as app,

@@ -13,11 +13,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from keel.deployment.superlink import SuperLinkClient, free_ports
-from keel.runs import is_locked
+from keel.runs import LOCK_FILE, is_locked
 from protocol.config import keel_home
 
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 30.0  # for processes to end after SIGTERM: the ServerApp writes its summary
+LOCK_TIMEOUT_S = 1.0  # `is_locked` may hold the lock briefly
 MARK_FILE = "mark"
 MARK = "KEEL_ENGINE"  # environment variable of every process that came of such a SuperLink
 
@@ -34,21 +35,39 @@ def simulation_superlink(
     """A SuperLink for simulations; yields its client, in whose environment `flwr run` is called.
 
     It has its own ports and FLWR_HOME (`folder`), and this process's environment with `variables`.
-    Every process that comes of it carries a mark in its environment; these, and no others, are
-    ended on the way out.
+    Every process that comes of it carries a mark in its environment: these, and no others, are
+    ended on the way out. What a killed process left of another one in `folder` is removed.
+    ValueError if a process has one there.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder / LOCK_FILE):  # first: of two that start at once, one touches nothing
+        end_marked(folder)
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != LOCK_FILE:
+                path.unlink()
+        with started_superlink(folder, app, variables or {}) as client:
+            yield client
+
+
+@contextmanager
+def started_superlink(
+    folder: Path, app: Path, variables: Mapping[str, str]
+) -> Iterator[SuperLinkClient]:
+    """The SuperLink of `simulation_superlink`, in an empty folder."""
     http, control = free_ports(2)
     client = SuperLinkClient(folder, f"127.0.0.1:{http}")
     mark = f"{os.getpid()}-{time.time_ns()}"
     sockets = tempfile.mkdtemp(prefix="keel-ray-")  # short: it holds the paths of sockets
     # Ray's agents set their titles, which would overwrite the environment that /proc shows
-    client.environment |= {MARK: mark, "SPT_NOENV": "1"} | dict(variables or {})
+    client.environment |= {MARK: mark, "SPT_NOENV": "1"} | dict(variables)
     # there is only one run, and polling for others costs the SuperLink time
     client.environment["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] = "0.5"
     if "RAY_ADDRESS" not in client.environment:  # a cluster has directories of its own
         client.environment.setdefault("RAY_TMPDIR", sockets)
     log_path = folder / "superlink.log"
-    with locked(folder / ".lock"), log_path.open("w") as log_file:
+    with log_path.open("w") as log_file:
         (folder / MARK_FILE).write_text(mark)
         process = subprocess.Popen(
             [
@@ -86,9 +105,14 @@ def end_abandoned(folder: Path) -> bool:
 
     False if there is nothing to end, or if its process is alive.
     """
+    return not is_locked(folder / LOCK_FILE) and end_marked(folder)
+
+
+def end_marked(folder: Path) -> bool:
+    """End the processes with the mark in `folder`; whether there were any."""
     path = folder / MARK_FILE
     mark = path.read_text() if path.exists() else ""
-    if not mark or is_locked(folder / ".lock") or not marked_processes(mark):
+    if not mark or not marked_processes(mark):
         return False
     end_processes(None, mark)
     return True
@@ -133,9 +157,24 @@ def marked_processes(mark: str) -> list[int]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock on the file, which contains this process's id: `keel stop` finds it there."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    """Hold a lock on the file, which contains this process's id: `keel stop` finds it there.
+
+    ValueError if another process holds it for longer than a look at it takes.
+    """
+    with path.open("a") as file:
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ValueError(
+                        f"a run named {path.parent.name} is running: wait for it or stop it, or "
+                        "start a new one under another name, with run-name=NAME"
+                    ) from None
+                time.sleep(0.05)
+        file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
         yield

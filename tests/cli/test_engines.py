@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -20,13 +20,14 @@ from flwr.common.config import parse_config_args
 
 from keel.cli.engines import FlowerRun, Job, follow, is_from_keel, run_on_deployment, worker_rows
 from keel.cli.progress import Terminal, round_line
-from keel.deployment import superlink
+from keel.deployment import simulation, superlink
 from keel.deployment.simulation import (
     MARK,
     end_processes,
     kill_own_processes,
     locked,
     marked_processes,
+    simulation_superlink,
 )
 from keel.deployment.superlink import SuperLinkClient, app_directory, app_packages
 from keel.runs import is_locked, lock_holder
@@ -201,6 +202,32 @@ def test_the_lock_names_the_process_that_can_stop_the_run(tmp_path):
         assert is_locked(path)
         assert lock_holder(path) == os.getpid()
     assert not is_locked(path)
+
+
+def test_of_two_superlinks_that_start_at_once_in_a_folder_one_is_refused(tmp_path, monkeypatch):
+    """Two resumes of a run: the second waited for the first, or removed what it needed."""
+
+    @contextmanager
+    def started(folder, app, variables):
+        found.append(sorted(path.name for path in folder.iterdir()))
+        (folder / "config.toml").write_text("of the first")
+        yield None
+
+    found, folder = [], tmp_path / "run"
+    (folder / "old").mkdir(parents=True)
+    (folder / "flwr.log").write_text("of an attempt that failed")
+    monkeypatch.setattr(simulation, "started_superlink", started)
+    with simulation_superlink(folder, tmp_path):
+        with (
+            pytest.raises(ValueError, match=r"^a run named run is running: wait"),
+            simulation_superlink(folder, tmp_path),
+        ):
+            pass
+        assert (folder / "config.toml").exists()
+        assert lock_holder(folder / ".lock") == os.getpid()
+    assert found == [[".lock"]]
+    with simulation_superlink(folder, tmp_path):
+        assert len(found) == 2
 
 
 def test_following_a_run_reads_each_line_once_and_reports_the_rounds_after_the_last(
