@@ -43,6 +43,8 @@ MAX_ROUND = 1 << 53  # floats represent all integers up to here
 PER_CLIENT = ("local_global", "personal")  # their "clients" has each client's accuracy
 READ_BYTES = 4 << 20  # lines of many clients are long: several fit
 MAX_NAMED = 100  # clients that a condensed line names in each of its fields
+MAX_ALL_NAMED = 10_000  # that a reader's lines name in all; 2 MB
+NAMED = ("left_out", "reset_needed", "backed_off", "late", "evaluation_left_out")
 # what `condensed` cuts out of a line, in the order of the line
 CUTS = ((b'"participants": [', b"]"), (b'"clients": {', b"}"), (b'"clients": {', b"}"))
 
@@ -122,7 +124,8 @@ class HistoryReader:
     """Follows a history that may be growing: reads only what is new, and stores little of it.
 
     lines: complete lines, condensed: `num_participants`, `num_left_out`, ... instead of names
-    beyond the first MAX_NAMED, no client's accuracy. `full` reads one line as it is in the file.
+    beyond the first MAX_NAMED, and beyond MAX_ALL_NAMED in all, of the newest lines; no client's
+    accuracy. `full` reads one line as it is in the file.
     faults: a sentence for each damaged line. version: changes with the content.
     """
 
@@ -135,6 +138,7 @@ class HistoryReader:
         self.faults: list[str] = []
         self._spans: list[tuple[int, int]] = []  # of each line: its first byte, and how many
         self._offset = self._number = 0
+        self._num_named = self._num_nameless = 0  # names in lines; lines whose names were dropped
         # the line before the offset; it differs if the file was replaced or rewritten
         self._last = b""
         self.generation += 1
@@ -169,11 +173,21 @@ class HistoryReader:
         try:
             self.lines.append(condensed(text))
             self._spans.append((self._offset, len(text)))
+            self._drop_names()
         except DAMAGE as error:
             if len(self.faults) < MAX_NAMED:
                 self.faults.append(f"{self.path.name}, line {self._number} is damaged: {error}")
         self._offset += len(text)
         self._last = text
+
+    def _drop_names(self) -> None:
+        """Drop the oldest lines' names, those of thousands of rounds, after one was appended."""
+        self._num_named += num_named(self.lines[-1])
+        while self._num_named > MAX_ALL_NAMED:
+            old = self.lines[self._num_nameless]
+            self._num_named -= num_named(old)
+            old |= {key: type(old[key])() for key in NAMED if old.get(key)}
+            self._num_nameless += 1
 
     def full(self, index: int) -> Line:
         """The line behind `lines[index]`, with every client. ValueError if the file has changed."""
@@ -181,6 +195,11 @@ class HistoryReader:
         with self.path.open("rb") as file:
             file.seek(start)
             return parsed_line(file.read(size), load_long_json)
+
+
+def num_named(line: Line) -> int:
+    """How many names are in the fields NAMED of a condensed line."""
+    return sum(len(line.get(key) or ()) for key in NAMED)
 
 
 def condensed(text: bytes) -> Line:
@@ -197,7 +216,7 @@ def condensed(text: bytes) -> Line:
         line = parsed_line(text)
         num = len(line.get("participants", ()))
     line["num_participants"] = num
-    for key in ("left_out", "reset_needed", "backed_off", "late", "evaluation_left_out"):
+    for key in NAMED:
         found = line.get(key) or []
         line[f"num_{key}"] = len(found)
         if len(found) > MAX_NAMED:

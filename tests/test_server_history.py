@@ -17,6 +17,8 @@ import torch
 from run_fixtures import resume
 
 from keel.runs import SavedRun
+from protocol.files import write_atomically
+from server_app import history
 from server_app.history import (
     HistoryReader,
     append_history,
@@ -311,6 +313,24 @@ def client_line(number: int, names: list[str]) -> dict[str, object]:
     scores = {"mean": 0.5, "worst_decile": 0.2, "clients": dict.fromkeys(names, 0.5)}
     line = line_of(number) | {"participants": names, "losses": {"supervised": 1.0}}
     return line | {"personal": scores, "local_global": scores}
+
+
+def test_a_reader_holds_the_names_of_the_newest_lines_and_the_numbers_of_all(tmp_path, monkeypatch):
+    """Of 10,000 rounds that each left out 100 clients it held 180 MB."""
+    monkeypatch.setattr(history, "MAX_ALL_NAMED", 7)
+    path = tmp_path / "history.jsonl"
+    for number in range(1, 6):
+        trouble = {"left_out": {"a": "no reply", "b": "no reply"}, "late": [f"c {number}"]}
+        append_history(path, client_line(number, []) | trouble)
+    reader = HistoryReader(path)
+    reader.update()
+    held = [(list(line["left_out"]), line["late"]) for line in reader.lines]
+    assert held == [([], [])] * 3 + [(["a", "b"], [f"c {n}"]) for n in (4, 5)]
+    assert [(line["num_left_out"], line["num_late"]) for line in reader.lines] == [(2, 1)] * 5
+    assert [*reader.full(0)["left_out"]] == ["a", "b"]
+    write_atomically(path, path.read_bytes().partition(b"\n")[2])  # another file
+    reader.update()
+    assert [len(line["left_out"]) for line in reader.lines] == [0, 0, 2, 2]
 
 
 def test_a_reader_sees_each_line_once_when_it_is_whole(tmp_path):
