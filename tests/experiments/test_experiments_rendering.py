@@ -17,6 +17,7 @@ from keel.experiments.recipe import load_recipe, shipped_recipes
 from keel.experiments.rendering import Section, label_of, write_report
 from keel.experiments.runs import Options
 from keel.views.charts import static_file
+from protocol.config import resolve_config
 from tests.tools.run_directories import line_of, make_table
 
 ROOT = Path(__file__).parent.parent.parent
@@ -171,6 +172,14 @@ def test_every_recipe_with_another_rate_or_optimizer_than_its_papers_says_so():
             assert "not the printed 0.1" in recipe.remark, recipe.name
         if "local steps are plain SGD" in notes:
             assert "momentum 0.9, not plain SGD" in recipe.remark, recipe.name
+
+
+def test_every_recipe_of_hard_mined_pairs_says_so():
+    """Their report said that the notes name all choices, and that the rest is as the paper says."""
+    for recipe in map(load_recipe, shipped_recipes()):
+        configs = [resolve_config(cell.keys).flat for cell in recipe.cells]
+        if any(flat.get(f"{flat['method']}.mining") == "hard" for flat in configs):
+            assert "hard-mined" in " ".join(recipe.notes), recipe.name
 
 
 def test_settings_say_what_the_scale_made_of_the_papers(report):
