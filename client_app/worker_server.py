@@ -53,6 +53,7 @@ from client_app.worker_socket import (
 from protocol.code import code_digest
 from protocol.files import remove_parts
 from protocol.flower_compat import CLIENT_FAILED, GPU_LOST, from_bytes, to_bytes
+from protocol.messages import last_accepted_round_of
 from protocol.text import in_one_line
 
 log = logging.getLogger("keel.client")
@@ -124,6 +125,7 @@ class WorkerProcess:
     def __init__(self, path: Path) -> None:
         self.code = code_digest()
         self.answering: set[str] = set()  # the clients
+        self.trained: dict[str, tuple[str, int]] = {}  # by client: its last update's run and round
         self.is_free = threading.Condition()  # one of these has its answer
         self.is_broken = threading.Event()
         self.limits = TimeLimits()
@@ -175,6 +177,7 @@ class WorkerProcess:
         if isinstance(content, Error):
             request.is_last = content.code == GPU_LOST
             return error_frames(str(content.reason), content.code)
+        self.note_round(message, client_name(context.node_config))
         if message.metadata.message_type == MessageType.TRAIN:
             metrics = content.metric_records["metrics"]  # without the time where it is withheld
             seconds = f", in {metrics['seconds']:.1f} s" if "seconds" in metrics else ""
@@ -184,6 +187,24 @@ class WorkerProcess:
                 *(metrics["num-examples"], metrics["num-steps"], seconds),
             )
         return [b"{}", to_bytes(content)]
+
+    def note_round(self, message: Message, client: str) -> None:
+        """Log that the client's last update was not aggregated, if this later message shows it."""
+        is_training = message.metadata.message_type == MessageType.TRAIN
+        if not is_training and message.metadata.message_type != MessageType.EVALUATE:
+            return
+        record = message.content.config_records["round"]
+        run, round_ = str(record["run-dir"]), int(record["round"])  # type: ignore[arg-type]
+        before, trained = self.trained.get(client, ("", 0))
+        if run == before and round_ >= trained + is_training:  # not of a repeated round
+            self.trained.pop(client, None)
+            if last_accepted_round_of(message) < trained:
+                log.warning(
+                    "%s: client %s: the server did not aggregate the update of round %d",
+                    *(run_and_round(message), client, trained),
+                )
+        if is_training:
+            self.trained[client] = run, round_
 
     def _accept(self) -> None:
         while True:

@@ -342,6 +342,41 @@ def test_a_client_trains_while_another_writes_its_state(worker, monkeypatch):
     assert events[-1] == "slow has written"
 
 
+@pytest.mark.parametrize(
+    ("kind", "round_", "counted", "is_said"),
+    [
+        ("train", 4, 2, True),
+        ("train", 4, 3, False),
+        ("train", 3, 2, False),  # the same round again: its reply was lost, or it is repeated
+        ("train", 2, 1, False),  # by a resume
+        ("evaluate", 3, 2, True),
+        ("evaluate", 3, 3, False),
+        ("evaluate", 2, 2, False),
+    ],
+)
+def test_a_site_learns_that_its_update_was_not_aggregated(
+    kind, round_, counted, is_said, tmp_path, caplog
+):
+    """Its log said that it had trained, whatever became of that."""
+
+    def note(kind, round_, counted, run="run"):
+        records = {
+            "round": ConfigRecord({"run-dir": run, "round": round_}),
+            "client": ConfigRecord({"counted-round": counted}),
+        }
+        message = Message(RecordDict(records), dst_node_id=1, message_type=kind)
+        process.note_round(message, "clinic")
+
+    process = WorkerProcess(tmp_path / "worker.sock")
+    note("train", 3, 2)
+    note(kind, round_, counted)
+    expected = f"run run, round {round_}: client clinic: the server did not aggregate the update of"
+    assert caplog.messages == [f"{expected} round 3"] * is_said
+    note("train", 9, 0, "another run")
+    note("train", 9, 9)
+    assert len(caplog.messages) == is_said
+
+
 def test_one_client_trains_at_a_time_and_no_more_than_three_are_answered(worker, monkeypatch):
     training, answering, most = [], [], [0, 0]
 
