@@ -139,9 +139,10 @@ def _trunk_of(name: str, input_shape: tuple[int, int, int], *options: object) ->
         for key, stage in trunk.stages.items()
         for half, part in stage.named_children()
     }
-    x, overwriting = torch.zeros(1, *input_shape), []
+    overwriting = []
     try:
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # only outside it have tensors a version
+            x = torch.zeros(1, *input_shape)
             for place, part in (parts | {"to_features": trunk.to_features}).items():
                 version, out = x._version, part(x)
                 overwriting += [place] * (x._version != version)

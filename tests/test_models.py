@@ -182,6 +182,14 @@ def test_a_seed_alone_decides_the_weights_and_global_randomness_is_not_touched(n
     assert any(not torch.equal(value, other[key]) for key, value in first.items())
 
 
+def test_a_model_is_built_the_same_in_inference_mode():
+    """A notebook may have it on when it loads a model."""
+    expected = build_narrow("resnet20", num_classes=10, channels=3, image_size=32, seed=1).eval()
+    with torch.inference_mode():
+        model = build_narrow("resnet20", num_classes=10, channels=3, image_size=32, seed=1).eval()
+        assert torch.equal(model(images()), expected(images()))
+
+
 def test_without_a_seed_the_weights_come_from_the_global_generator():
     def build():
         return build_model("cnn-fedreco", num_classes=2, channels=1, image_size=28)
