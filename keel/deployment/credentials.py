@@ -12,6 +12,7 @@ differs from the server's copy, and a private file without its public half.
 """
 
 import datetime
+import errno
 import functools
 import ipaddress
 import os
@@ -45,6 +46,7 @@ key_usages = (  # every argument of x509.KeyUsage
 )
 backdated = datetime.timedelta(hours=1)  # for clocks that are behind
 min_validity = datetime.timedelta(days=30)  # of a certificate, before it is warned about
+without_links = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # of a file system such as FAT
 certificate_options = ("--ssl-certfile", "--ssl-ca-certfile", "--root-certificates")  # of Flower
 
 
@@ -60,7 +62,14 @@ def write_new(path: Path, content: bytes, *, private: bool) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.link(part, path)  # unlike a rename, replaces no file
+        try:
+            os.link(part, path)  # unlike a rename, replaces no file
+        except OSError as error:
+            if error.errno not in without_links:
+                raise
+            if os.path.lexists(path):
+                raise OSError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
+            part.rename(path)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:

@@ -1,6 +1,7 @@
 """Credentials: what OpenSSL and Flower take them for, and that nothing is ever overwritten."""
 
 import datetime
+import errno
 import hashlib
 import json
 import os
@@ -238,6 +239,23 @@ credentials.write_new(pathlib.Path({str(tmp_path / "client.pub")!r}), b"key", pr
     write_new(tmp_path / "client.pub", b"key", private=True)
     assert [path.name for path in tmp_path.iterdir()] == ["client.pub"]  # the part is gone
     assert (tmp_path / "client.pub").read_bytes() == b"key"
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_hard_links_takes_credentials(tmp_path, monkeypatch, code):
+    """Such as a USB stick's FAT, or a folder that a virtual machine shares with its host."""
+
+    def refuse(source, target):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", refuse)
+    path = tmp_path / "client.pub"
+    write_new(path, b"key", private=True)
+    with pytest.raises(FileExistsError, match=str(path)):
+        write_new(path, b"another", private=True)
+    assert [each.name for each in tmp_path.iterdir()] == ["client.pub"]
+    assert path.read_bytes() == b"key"
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_the_private_files_and_the_caches_are_ignored_by_git():
