@@ -201,6 +201,10 @@ class Run:
         try:
             found = [a for a in attempts if status_of(a) and not self.other_default(a)]
             of_today = [attempt for attempt in found if code_of(attempt) == (code_version(),)]
+        except FileNotFoundError:
+            if status_of(self.note):
+                raise
+            return self.ended()  # another runner has just removed the note
         except ValueError as error:
             raise ValueError(f"{error}; {REMEDY}") from error
         counting = of_today or (found if self.any_code else [])

@@ -42,7 +42,7 @@ from keel.experiments.plan import (
 from keel.experiments.recipe import Claim, Recipe, parse_recipe
 from keel.experiments.rendering import ours as cell_text
 from keel.experiments.rendering import section_of, write_report
-from keel.experiments.runs import Options, Run, code_of, history_in, run_of
+from keel.experiments.runs import Options, Run, code_of, history_in, run_of, status_of
 from keel.experiments.summary import Evidence, curves_of
 from keel.experiments.tasks import KilledError, Resources, claimed, overrides_of
 from protocol.code import code_version
@@ -736,6 +736,21 @@ def test_a_run_that_was_killed_counts_against_its_claim_until_it_is_repeated(tmp
     (killed.note / "summary.json").unlink()  # cut off
     (attempt / "summary.json").unlink()
     assert killed.ended() is None
+
+
+def test_a_note_that_another_runner_removes_while_it_is_read_does_not_count(tmp_path, monkeypatch):
+    """It begins the run again: this ended the first runner, and all of its runs."""
+    _, (run, *_) = all_run(tmp_path)
+    shutil.rmtree(run.folder / "attempt")
+    run.note_failure("its process was killed")
+
+    def removed_after(directory: Path) -> str:
+        status = status_of(directory)
+        run.remove_note()
+        return status
+
+    monkeypatch.setattr("keel.experiments.runs.status_of", removed_after)
+    assert runner.failure_of(run) is None
 
 
 @pytest.mark.parametrize("seed", [0, 2])
