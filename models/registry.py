@@ -141,7 +141,7 @@ def _trunk_of(name: str, input_shape: tuple[int, int, int], *options: object) ->
     }
     overwriting = []
     try:
-        with torch.inference_mode(False), torch.no_grad():  # only outside it have tensors a version
+        with torch.inference_mode(False), torch.no_grad():  # a tensor has a version only outside it
             x = torch.zeros(1, *input_shape)
             for place, part in (parts | {"to_features": trunk.to_features}).items():
                 version, out = x._version, part(x)
