@@ -325,7 +325,7 @@ class OwnKeyInterceptor(NodeAuthServerInterceptor):
             kind = type(error).__name__
             log.warning("authentication metadata that cannot be read (%s): refused", kind)
             return grpc.unary_unary_rpc_method_handler(refuse_metadata)
-        parse = checked.request_deserializer
+        parse = checked and checked.request_deserializer  # None: of no service here
         if parse is None or handler_call_details.method.endswith("/PushObject"):
             return checked
 

@@ -815,6 +815,12 @@ def test_a_large_request_is_refused_before_it_is_read(method, size, is_read, mon
             checked.request_deserializer(bytes(size))
 
 
+def test_a_call_to_a_service_that_is_not_here_is_left_to_grpc():
+    """Which answers that there is none; here it was an error inside the SuperLink."""
+    call = SimpleNamespace(method="/grpc.health.v1.Health/Check", invocation_metadata=())
+    assert OwnKeyInterceptor(None).intercept_service(lambda _: None, call) is None
+
+
 @pytest.mark.parametrize("garbage", ["key", "kind of key", "time", "time without a zone"])
 def test_authentication_metadata_that_cannot_be_read_is_refused_in_one_line(garbage, caplog):
     """Each call put a traceback into the SuperLink's log, whoever made it."""
