@@ -331,7 +331,8 @@ class OwnKeyInterceptor(NodeAuthServerInterceptor):
 
         def parse_small(request: bytes) -> Any:
             if len(request) > MAX_REQUEST_BYTES:
-                raise ValueError(f"a request of {len(request)} bytes: refused")
+                log.warning("a request of %d bytes: refused", len(request))
+                return None  # for which gRPC answers with an error
             return parse(request)
 
         return grpc.unary_unary_rpc_method_handler(
