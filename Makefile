@@ -17,7 +17,7 @@ export FLWR_TELEMETRY_ENABLED ?= 0
 
 .PHONY: help env demo check test test-all test-slow test-deployment test-cluster wheel-smoke coverage lint \
   bench bench-gpu docs clean \
-  credentials register image deploy-server deploy-client deploy-local end-local doctor
+  credentials register image deploy-server deploy-client deploy-local end-server end-client end-local doctor
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /: /'
 
@@ -100,6 +100,8 @@ there = case '$(1)' in /*) [ $(2) '$(1)' ];; *) false;; esac || \
 # new containers each time: a compose that finds nothing changed would leave those that read the old
 # secrets and certificates when they started
 UP = up -d --force-recreate
+SERVER = $(COMPOSE) -p keel-server -f docker/compose.server.yml
+CLIENT = $(COMPOSE) -p "keel-$$(echo '$(KEEL_CLIENT)' | tr A-Z. a-z-)" -f docker/compose.client.yml
 
 credentials: $(READY)  ## CA, certificate and keys: NAMES="fl.example.org 10.0.0.1" CLIENTS="site-a site-b"
 	$(BIN)/python -m keel deploy credentials --folder '$(CREDENTIALS)' \
@@ -115,11 +117,11 @@ deploy-server:  ## SuperLink and ServerApp executor on this machine; variables: 
 	@$(call there,$(KEEL_CREDENTIALS)/executor.secret,-f,file)
 	@$(if $(KEEL_DATA),$(call there,$(KEEL_DATA),-d,directory))
 	$(give_secrets) '$(KEEL_CREDENTIALS)'
-	$(COMPOSE) -p keel-server -f docker/compose.server.yml $(UP)
+	$(SERVER) $(UP)
 
 register: export KEEL_CREDENTIALS ?= $(CURDIR)/$(CREDENTIALS)/server
 register:  ## the clients' keys with the SuperLink on this machine
-	$(COMPOSE) -p keel-server -f docker/compose.server.yml exec -T superlink \
+	$(SERVER) exec -T superlink \
 	  python -m keel deploy register --credentials /credentials --wait 120
 
 deploy-client: export KEEL_CREDENTIALS ?= $(CURDIR)/$(CREDENTIALS)/$(KEEL_CLIENT)
@@ -134,8 +136,14 @@ deploy-client:  ## one client on this machine; variables: docs/environment.md
 	    { echo "$$name is not a site limit; see docs/environment.md"; exit 1; }; \
 	done
 	$(give_secrets) '$(KEEL_CREDENTIALS)'
-	$(COMPOSE) -p "keel-$$(echo '$(KEEL_CLIENT)' | tr A-Z. a-z-)" -f docker/compose.client.yml \
-	  $(if $(findstring cuda,$(KEEL_DEVICE)),-f docker/compose.gpu.yml) $(UP)
+	$(CLIENT) $(if $(findstring cuda,$(KEEL_DEVICE)),-f docker/compose.gpu.yml) $(UP)
+
+end-server:  ## stop what deploy-server started; its volumes stay
+	$(SERVER) down
+
+end-client:  ## stop what deploy-client started, of KEEL_CLIENT; its volumes stay
+	@[ '$(KEEL_CLIENT)' ] || { echo 'KEEL_CLIENT is not set; see docs/environment.md'; exit 1; }
+	KEEL_CLIENT='$(KEEL_CLIENT)' KEEL_SERVER=- KEEL_DATA=/ $(CLIENT) down
 
 LOCAL = $(COMPOSE) -p keel-local -f docker/compose.local.yml
 deploy-local: export KEEL_CREDENTIALS ?= $(CURDIR)/$(CREDENTIALS)/local

@@ -91,6 +91,25 @@ def test_deploying_again_takes_new_secrets_and_certificates(make):
         assert make(target, **client)[1][-1].endswith(" up -d --force-recreate")
 
 
+def test_end_client_needs_only_the_name_of_what_deploy_client_started(make, tmp_path):
+    """The compose file refuses to be read without the variables of a start."""
+    (tmp_path / "compose").write_text(
+        '#!/bin/sh\necho "$@" ${KEEL_SERVER:?} ${KEEL_CLIENT:?} ${KEEL_DATA:?}\n'
+    )
+    assert make("end-client", KEEL_CLIENT="Site.A") == (
+        0,
+        ["-p keel-site-a -f docker/compose.client.yml down - Site.A /"],
+    )
+    assert make("end-client", "KEEL_CLIENT=Site.A") == make("end-client", KEEL_CLIENT="Site.A")
+    status, [line] = make("end-client")
+    assert status
+    assert line.startswith("KEEL_CLIENT is not set")
+
+
+def test_end_server_keeps_the_volumes(make):
+    assert make("end-server") == (0, ["-p keel-server -f docker/compose.server.yml down"])
+
+
 @pytest.mark.parametrize("target", ["deploy-client", "deploy-server"])
 def test_what_is_missing_is_named_before_docker_makes_a_directory_of_it(make, tmp_path, target):
     """As root, in place of a secret, too: the credentials could then not be copied there."""
