@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from data_fixtures import make_npz, random_images
+from data_fixtures import make_folder, make_npz, random_images
 from flwr.app import Message, MessageType
 from method_fixtures import METHODS
 from run_fixtures import (
@@ -636,6 +636,25 @@ def test_a_deployment_is_resumed_while_a_client_is_away(run, monkeypatch):
     monkeypatch.setattr(Deployed, "gone", set())
     resume(folder, num_rounds=4)
     assert "client-0001" in history_of(folder)[-1]["participants"]
+
+
+def test_a_server_with_a_stand_in_for_the_data_makes_the_model_that_it_makes_with_all_images(
+    tmp_path, monkeypatch
+):
+    """docs/how-to/deployment.md says so: a server may be barred from holding any site's images."""
+    monkeypatch.setattr(server_app.inline, "InlineGrid", Deployed)
+    sites = [make_folder(tmp_path / f"site-{n}", random_images(8, 32, 32, seed=n)) for n in (0, 1)]
+    stand_in = make_folder(tmp_path / "stand-in", np.zeros((2, 32, 32), np.uint8))
+    keys = {"model": "cnn-fedintr", "image-size": 32, "normalise": "half", "num-clients": 2}
+    keys |= {"method": "fedintr", "num-rounds": 2}
+    keys |= {"evaluate-global": False, "evaluate-clients": "all"}
+    nodes = [{"name": f"site-{n}", "source": source} for n, source in enumerate(sites)]
+    runs = [
+        run_inline(keys | {"source": source, "output-dir": str(tmp_path / name)}, 2, nodes)
+        for name, source in (("images", sites[0]), ("none", stand_in))
+    ]
+    assert same_bits(*map(final_model, runs))
+    assert [*history_of(runs[1])[-1]["local_global"]["clients"]] == ["site-0", "site-1"]
 
 
 @pytest.mark.parametrize("method", ["fedavg", "moon", "fedreco"])
