@@ -258,6 +258,21 @@ def test_tasks_that_are_not_forked_are_flowers(task_type, installs, monkeypatch)
     assert ForkingExecutor().launch(spec) == "Flower's"
 
 
+def test_a_serverapp_has_longer_to_start_than_the_superlink_s_30_seconds(monkeypatch):
+    """On a busy machine several were started for one run, and slowed each other down."""
+    events = []
+    monkeypatch.setattr(superexec, "server_app_command", lambda spec: ["its command"])
+    monkeypatch.setattr(
+        superexec,
+        "subprocess",
+        SimpleNamespace(Popen=lambda c: events.append(c) or SimpleNamespace(pid=7)),
+    )
+    monkeypatch.setattr(superexec, "send_heartbeat", events.append)
+    spec = SimpleNamespace(task_type=TaskType.SERVER_APP, runtime_dependency_install=False)
+    ForkingExecutor().launch(spec)
+    assert events == [["its command"], spec]
+
+
 def test_a_stopped_child_s_heartbeats_are_sent_by_its_executor(monkeypatch):
     """Every 15 seconds, until it goes on or ends, and for ten minutes at most."""
     clock, sent = SimpleNamespace(now=0.0), []

@@ -5,8 +5,9 @@ which imports Flower again, a second of CPU. Here the executor has Flower import
 one process for each message. The child takes Keel's code from the run's app. Public way: none; the
 kinds of executor are fixed in Flower.
 
-A ServerApp is started as `keel.deployment.serverapp`. Both install the run's app only if it is
-whole: app_install.py.
+A ServerApp is started as `keel.deployment.serverapp`, with a first heartbeat. Why: a SuperLink has
+one that has not reported within 30 seconds started again, and a busy machine needs longer each
+time. Both install the run's app only if it is whole: app_install.py.
 
 While a process that it has started is stopped (SIGSTOP), the executor sends its heartbeats, for ten
 minutes at most. Why: after a minute without, a SuperNode answers a ClientApp's message with an
@@ -76,6 +77,7 @@ class ForkingExecutor(SubprocessExecutor):
             return super().launch(spec)
         if spec.task_type == TaskType.SERVER_APP:
             self.specs[subprocess.Popen(server_app_command(spec)).pid] = spec
+            send_heartbeat(spec)
             return LaunchResult.accepted()
         sys.stdout.flush()
         sys.stderr.flush()

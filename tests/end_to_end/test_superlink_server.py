@@ -370,6 +370,23 @@ def test_a_serverapp_that_is_stopped_keeps_its_run_for_three_minutes(
     assert link.state.acknowledge_task_heartbeat(link.task) == lives
 
 
+@pytest.mark.parametrize(("beats", "lives"), [(True, True), (False, False)])
+def test_a_serverapp_that_starts_has_three_minutes_after_a_first_heartbeat(
+    link, monkeypatch, beats, lives
+):
+    """Which its executor sends; without, it is started again after 30 seconds."""
+    monkeypatch.setattr(sql_corestate, "HEARTBEAT_PATIENCE", superlink_server.task_patience)
+    run = link.state.create_run(
+        None, None, None, {}, NOOP_FEDERATION_ID, None, None, TaskType.SERVER_APP
+    )
+    [about] = link.state.get_run_info(run_ids=[run])
+    token = link.state.claim_task(about.primary_task_id)
+    assert not beats or link.state.acknowledge_task_heartbeat(about.primary_task_id)
+    link.state.presence.was_away = False
+    clocks_at(monkeypatch, 170, absent=False)
+    assert bool(link.state.get_task_by_token(token)) == lives
+
+
 def test_a_run_and_a_node_that_fall_silent_still_expire(link, monkeypatch):
     one = link.send("one", ttl=3600.0)
     link.state.renew()
