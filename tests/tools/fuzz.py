@@ -254,7 +254,7 @@ class FuzzedWorker(worker_server.WorkerProcess):
     """A worker without a socket of its own, whose messages all have one answer."""
 
     def __init__(self) -> None:
-        self.code, self.answering = worker_server.code_digest(), set()
+        self.code, self.answering, self.trained = worker_server.code_digest(), set(), {}
         self.is_free, self.is_broken = threading.Condition(), threading.Event()
         self.limits = worker_server.TimeLimits()
         self.requests = worker_server.queue.Queue(worker_server.max_waiting)
@@ -268,7 +268,10 @@ class FuzzedWorker(worker_server.WorkerProcess):
 def frames_of(code: str) -> bytes:
     """A valid request."""
     header = json.dumps({"kind": "message", "code": code, "limit_s": 20.0}).encode()
-    message = to_bytes(Message(reply_of(), 1, MessageType.TRAIN))
+    content = reply_of()
+    content["round"] = ConfigRecord({"run-dir": "run", "round": 1})
+    content["client"] = ConfigRecord({"counted-round": 0})
+    message = to_bytes(Message(content, 1, MessageType.TRAIN))
     context = to_bytes(Context(1, 1, {"partition-id": 0}, RecordDict(), {}))
     return b"".join(struct.pack(">Q", len(f)) + f for f in (header, message, context))
 
