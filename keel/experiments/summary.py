@@ -32,7 +32,7 @@ from protocol.files import write_atomically
 BEGIN = "<!-- made by `keel experiments summary`; a test compares it -->"
 END = "<!-- end of the results -->"
 PICTURES = "curves"  # folder beside the page
-WIDTH, HEIGHT, MARGIN = 420, 150, 34
+WIDTH, HEIGHT, MARGIN = 420, 150, 40
 COLOURS = ("#0b6e99", "#c2571a")
 
 DATA_NAMES = {

@@ -757,10 +757,10 @@ def test_a_picture_has_both_curves_and_the_papers_values():
     tree = ElementTree.fromstring(svg_of(curves, "t"))
     name = "{http://www.w3.org/2000/svg}"
     first, second = tree.iter(f"{name}polyline")
-    assert first.get("points") == "210.0,116.0 386.0,34.0"
+    assert first.get("points") == "210.0,110.0 380.0,40.0"
     assert second.get("points") == ""
     (path,) = tree.iter(f"{name}path")
-    assert path.get("d") == "M34.0,75.0 L386.0,75.0"
+    assert path.get("d") == "M40.0,75.0 L380.0,75.0"
     assert "a < b" in [each.text for each in tree.iter(f"{name}text")]
 
 
@@ -768,7 +768,7 @@ def test_a_curve_of_one_round_is_a_dot():
     curves = {"a": ([(1, 0.0, 0), (2, 100.0, 0)], None), "c": ([(2, 50.0, 0)], None)}
     tree = ElementTree.fromstring(svg_of(curves, "t"))
     (dot,) = tree.iter("{http://www.w3.org/2000/svg}circle")
-    assert (dot.get("cx"), dot.get("cy")) == ("386.0", "75.0")
+    assert (dot.get("cx"), dot.get("cy")) == ("380.0", "75.0")
 
 
 def test_a_picture_is_cut_where_the_first_rounds_are_lower_than_all_later_ones():
@@ -776,7 +776,7 @@ def test_a_picture_is_cut_where_the_first_rounds_are_lower_than_all_later_ones()
     tree = ElementTree.fromstring(svg_of(curves, "t"))
     first, _ = tree.iter("{http://www.w3.org/2000/svg}polyline")
     heights = [point.split(",")[1] for point in first.get("points").split()]
-    assert heights == ["116.0", "34.0"]  # bottom, top; round 1 is not drawn as 80 %
+    assert heights == ["110.0", "40.0"]  # bottom, top; round 1 is not drawn as 80 %
 
 
 def test_page_table_and_curves_of_this_repository_are_those_of_its_archive(tmp_path):
