@@ -16,7 +16,7 @@ DECODE_CHUNK = 256  # images a thread decodes at a time
 # Pillow's names of the formats that are read, whatever a file's ending: it would give EPS, for
 # example, to Ghostscript.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-MAX_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 0)  # of larger images Pillow decodes nothing
+MAX_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 0)  # Pillow decodes no larger image
 # Channels of Pillow's modes of up to 8 bits; deeper ones would lose more than a user may expect.
 CHANNELS_OF_MODE = {"1": 1, "L": 1, "LA": 1, "P": 3, "RGB": 3, "RGBA": 3, "CMYK": 3, "YCbCr": 3}
 

@@ -123,9 +123,9 @@ def check_kinds(line: Line) -> None:
 class HistoryReader:
     """Follows a history that may be growing: reads only what is new, and stores little of it.
 
-    lines: complete lines, condensed: `num_participants`, `num_left_out`, ... instead of names
-    beyond the first MAX_NAMED, and beyond MAX_ALL_NAMED in all, of the newest lines; no client's
-    accuracy. `full` reads one line as it is in the file.
+    lines: complete lines, condensed: `num_participants`, `num_left_out`, ... instead of long lists,
+    no client's accuracy. A field names at most MAX_NAMED clients, and all lines together
+    MAX_ALL_NAMED: the oldest lose their names. `full` reads one line as it is in the file.
     faults: a sentence for each damaged line. version: changes with the content.
     """
 
@@ -181,7 +181,7 @@ class HistoryReader:
         self._last = text
 
     def _drop_names(self) -> None:
-        """Drop the oldest lines' names, those of thousands of rounds, after one was appended."""
+        """After a line was appended: drop the oldest lines' names until the rest are few enough."""
         self._num_named += num_named(self.lines[-1])
         while self._num_named > MAX_ALL_NAMED:
             old = self.lines[self._num_nameless]

@@ -5,9 +5,10 @@ which imports Flower again, a second of CPU. Here the executor has Flower import
 one process for each message. The child takes Keel's code from the run's app. Public way: none; the
 kinds of executor are fixed in Flower.
 
-A ServerApp is started as `keel.deployment.serverapp`, with a first heartbeat. Why: a SuperLink has
-one that has not reported within 30 seconds started again, and a busy machine needs longer each
-time. Both install the run's app only if it is whole: app_install.py.
+A ServerApp is started as `keel.deployment.serverapp`, and the executor sends its first
+heartbeat. Why: if none arrives within 30 seconds, the SuperLink lets another ServerApp start, and
+on a busy machine each takes longer. Both kinds of process install the run's app only if it is
+whole: app_install.py.
 
 While a process that it has started is stopped (SIGSTOP), the executor sends its heartbeats, for ten
 minutes at most. Why: after a minute without, a SuperNode answers a ClientApp's message with an

@@ -26,8 +26,9 @@ that arrives, so that its sender can be named.
 
 Replaces `NodeAuthServerInterceptor`. Why: Flower lets any key, registered or not, announce the node
 of another key as connected, and then waits for that node. It also parses a request of any size
-before it checks the key: one of 12 MiB can take 600 MiB of memory. What is no key, or no time, is
-an error inside the SuperLink, with a traceback in its log; here it is refused in one line.
+before it checks the key: one of 12 MiB can take 600 MiB of memory. A key or time
+that cannot be parsed is an error inside the SuperLink, with a traceback in its log. Here the call
+is refused, with one line in the log.
 
 Replaces `HEARTBEAT_PATIENCE` of tasks. Why: Flower ends the run of a ServerApp that was stopped for
 a minute. Here it has three.
@@ -325,7 +326,7 @@ class OwnKeyInterceptor(NodeAuthServerInterceptor):
             kind = type(error).__name__
             log.warning("authentication metadata that cannot be read (%s): refused", kind)
             return grpc.unary_unary_rpc_method_handler(refuse_metadata)
-        parse = checked and checked.request_deserializer  # None: of no service here
+        parse = checked and checked.request_deserializer  # None: there is no such service
         if parse is None or handler_call_details.method.endswith("/PushObject"):
             return checked
 
