@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from client_app.node_config import NODE_KEYS, NodeConfig, is_deployed
-from protocol.chained import append_chained, newest_digest, read_chained
+from protocol.chained import append_chained, newest_digest, parsed, read_chained
 from protocol.config import PrivacyConfig, RunConfig, keel_home, refuse_unknown, validate
 from protocol.files import digest, write_atomically
 from protocol.privacy import SMALL_DELTA, composed_epsilon, noise_sigma
@@ -251,6 +251,7 @@ class Ledger:
         """
         entries, num_damaged = read_chained(self.path, allows_old=False)
         num_damaged += sum(not entry["multiplier"] > 0 for entry in entries)  # NaN: no total
+        num_damaged -= bool(self.unfinished_line())
         problem = ""
         if num_damaged:
             problem = (
@@ -288,16 +289,33 @@ class Ledger:
             entry |= {"epsilon": privacy.epsilon, "delta": privacy.delta}
             entry |= {"clip_norm": privacy.clip_norm, "multiplier": multiplier_of(privacy)}
             is_cut_short = self.is_cut_short()
+            if line := self.unfinished_line():
+                os.truncate(self.path, self.path.stat().st_size - len(line))
             append_chained(self.path, entry)
             if not is_cut_short:  # or the next look would find nothing missing
                 write_atomically(self.newest, newest_digest(self.path).encode())
 
     def is_cut_short(self) -> bool:
         """Whether the newest line that was ever written is not in the file any more."""
-        if not self.newest.exists():
-            return False
-        content = self.path.read_bytes() if self.path.exists() else b""
-        return b'"digest": "%b"' % self.newest.read_bytes() not in content
+        return self.newest.exists() and not self.has_newest(self.content())
+
+    def has_newest(self, content: bytes) -> bool:
+        """Whether the newest line that was ever written is in this content."""
+        return b'"digest": "%b"' % self.newest.read_bytes() in content
+
+    def content(self) -> bytes:
+        """Of the file; empty if there is none."""
+        return self.path.read_bytes() if self.path.exists() else b""
+
+    def unfinished_line(self) -> bytes:
+        """The last line, if a kill or a power cut ended its writing: its release was not made.
+
+        Empty if there is none, and for a line that may have been whole once.
+        """
+        before, newline, line = self.content().rpartition(b"\n")
+        is_first = not newline and not self.newest.exists()
+        is_after_newest = self.newest.exists() and self.has_newest(before)
+        return line if (is_first or is_after_newest) and not parsed(line) else b""
 
 
 def spent_epsilon(node_config: NodeConfig, delta: float) -> float:

@@ -316,6 +316,35 @@ def test_a_damaged_ledger_ends_releases_under_a_budget(damage, source, caplog):
     assert f"{path}: " in caplog.text
 
 
+def test_a_kill_while_a_release_is_recorded_costs_no_budget(source):
+    """A line that crosses a page may be written in part; its release was not made."""
+    limits = {"source": source, "privacy-budget-epsilon": 100.0}
+    ledger = Ledger(limits)
+    for number in (1, 2):
+        ledger.charge(private(), limits, {"round": number})
+    whole, newest = ledger.path.read_bytes(), ledger.newest.read_bytes()
+    part = whole.splitlines()[1][:50]
+    for rest in (part, part + bytes(9)):  # the second after a power cut, on some file systems
+        ledger.path.write_bytes(whole + rest)
+        check_limits(private(), limits)
+        assert ledger.spent() == pytest.approx(2 * noise_multiplier(0.5, 1e-5) ** -2)
+    ledger.charge(private(), limits, {"round": 3})
+    assert ledger.path.read_bytes().startswith(whole)
+    assert [json.loads(line)["round"] for line in ledger_lines(source)] == [1, 2, 3]
+    # the first line ever
+    ledger.path.write_bytes(part)
+    ledger.newest.unlink()
+    check_limits(private(), limits)
+    ledger.charge(private(), limits, {"round": 1})
+    assert len(ledger_lines(source)) == 1
+    # a line that was recorded whole, and was cut since
+    for known in (True, False):  # False: as before Keel noted the newest line
+        ledger.path.write_bytes(whole[:-30])
+        ledger.newest.write_bytes(newest) if known else ledger.newest.unlink()
+        with pytest.raises(PrivacyRefused, match="damaged"):
+            check_limits(private(), limits)
+
+
 def test_a_ledger_that_is_being_written_is_not_damaged(source):
     """Two clients of one machine: one looks at the budget while the other's release is written."""
     limits = {"source": source, "privacy-budget-epsilon": 100.0}
