@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from keel.cli.doctor import app
 from keel.deployment.loopback import Loopback
+from protocol.config import app_folder
 
 limit_s = 300  # for one round
 LOOPBACK_CLIENTS = 2
@@ -46,6 +47,13 @@ def program(path, script):
     """Write an executable shell script."""
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
+
+
+def documented_commands(marker):
+    """The only block of commands of the page on deployment that contains `marker`."""
+    page = (app_folder / "docs" / "how-to" / "deployment.md").read_text()
+    [found] = [block for block in page.split("```")[1::2] if marker in block]
+    return found
 
 
 def doctor(*words):

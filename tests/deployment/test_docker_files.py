@@ -169,6 +169,15 @@ def test_every_environment_variable_is_documented_in_one_place():
     assert used == documented
 
 
+def test_the_documentation_runs_only_commands_that_the_image_has():
+    """Keel's packages are copied there, and not installed: there is no command `keel`."""
+    assert not re.search(r"pip install .*(\.|/app)$", (docker / "Dockerfile").read_text(), re.M)
+    pages = [page.read_text() for page in (app_folder / "docs").rglob("*.md")]
+    inside = re.findall(r"docker exec \$\([^)]*\) (\w+)", "".join(pages))
+    assert set(inside) == {"python", "rm", "touch"}
+    assert not re.search(r"compose\b.* exec ", "".join(pages))  # needs the variables of a start
+
+
 @pytest.mark.parametrize("name", ["server", "local"])
 def test_the_serverapp_reads_whose_key_each_client_s_is_and_cannot_change_it(name):
     superlink, serverapp = (files[name]["services"][s] for s in ("superlink", "serverapp"))
