@@ -29,6 +29,7 @@ from flwr.common.constant import (
 )
 from flwr.common.serde import message_to_proto
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest, PushMessagesRequest
+from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree
 from flwr.proto.node_pb2 import Node
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PushAppMessagesRequest
@@ -656,6 +657,39 @@ def test_a_key_announces_no_other_key_s_node(link):
     assert link.state.get_nodes(link.run) == {link.other}
     assert ask(b"one", b"one") == link.node
     assert link.state.get_nodes(link.run) == {link.node, link.other}
+
+
+def test_a_client_that_is_unregistered_is_cut_off_at_once(link):
+    """While it is connected: its next request is refused, and nobody waits for it."""
+
+    class Context:
+        def abort(self, code, details):
+            raise PermissionError(details)
+
+    def ask(request, answer):
+        interceptor = OwnKeyInterceptor(SimpleNamespace(state=lambda: link.state))
+        handler = grpc.unary_unary_rpc_method_handler(answer)
+        return interceptor._wrap_method_handler(handler, b"one").unary_unary(request, Context())
+
+    def heartbeat(request, context):
+        return message_handler.send_node_heartbeat(request, link.state)
+
+    def activate(request, context):
+        return message_handler.activate_node(request, link.state)
+
+    beat = SendNodeHeartbeatRequest(node=Node(node_id=link.node), heartbeat_interval=30.0)
+    assert ask(beat, heartbeat).success
+    asked = link.send("one")
+    link.state.delete_node("", link.node)
+    for request in (beat, PullMessagesRequest(node=Node(node_id=link.node))):
+        with pytest.raises(PermissionError, match="Invalid node ID"):
+            ask(request, heartbeat)
+    with pytest.raises(ValueError, match="No SuperNode found"):
+        ask(ActivateNodeRequest(public_key=b"one", heartbeat_interval=30.0), activate)
+    link.start()
+    assert link.state.get_nodes(link.run) == {link.other}
+    [(_, code)] = link.pull(asked)
+    assert code == ErrorCode.NODE_UNAVAILABLE
 
 
 def test_a_late_reply_is_dropped_without_an_error(link):
