@@ -137,11 +137,14 @@ def check_data(
 
 @check
 def check_privacy_limits(source: str) -> Iterator[Finding]:
-    """The site's limits in the environment are valid; what is spent of its budget."""
-    from client_app.site_privacy import check_names, site_limits, spent_epsilon
+    """Which limits the site's environment sets, and that they are valid; the budget spent."""
+    from client_app.site_privacy import KEYS, check_names, site_limits, spent_epsilon, variable_of
 
     check_names({})
     limits = site_limits({})
+    found = {key: os.environ.get(variable_of(key)) for key in KEYS}
+    stated = [f"{key} = {value}" for key, value in found.items() if value]
+    yield fine(f"privacy limits: {', '.join(stated) or 'none'}")
     if math.isfinite(limits.budget_epsilon):
         spent = spent_epsilon({"source": source}, limits.budget_delta)
         yield fine(

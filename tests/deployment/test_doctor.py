@@ -2,6 +2,8 @@
 
 from deployment_fixtures import doctor
 
+from client_app import site_privacy
+
 
 def test_inside_checks_only_where_the_code_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("KEEL_HOME", str(tmp_path))
@@ -11,7 +13,7 @@ def test_inside_checks_only_where_the_code_runs(tmp_path, monkeypatch):
     status, lines = doctor("client", "--inside")
     assert [line.split(":")[0] for line in lines] == [
         *("ok       versions", "ok       disk", "ok       device", "PROBLEM  data"),
-        *("skipped  worker", "1 problem"),
+        *("ok       privacy limits", "skipped  worker", "1 problem"),
     ]
     assert status == 1
     status, lines = doctor("server", "--inside", "--code", "f" * 16)
@@ -37,6 +39,11 @@ def test_privacy_limits_of_the_environment(tmp_path, monkeypatch):
     """With a limit that cannot be read the worker starts, and refuses every run."""
     monkeypatch.setenv("KEEL_HOME", str(tmp_path))
     asked = ("client", "--inside", "--device", "cpu")
+    for key in site_privacy.KEYS:
+        monkeypatch.delenv(site_privacy.variable_of(key), raising=False)
+    assert "ok       privacy limits: none" in doctor(*asked)[1]  # lost with a deployment, maybe
+    monkeypatch.setenv("KEEL_PRIVACY_MAX_CLIP_NORM", "1")
+    assert "ok       privacy limits: privacy-max-clip-norm = 1" in doctor(*asked)[1]
     monkeypatch.setenv("KEEL_PRIVACY_BUDGET_EPSILON", "8")
     found = "ok       privacy limits: epsilon 0 of 8 is spent, at delta 1e-05"
     assert found in doctor(*asked)[1]
