@@ -240,9 +240,11 @@ def lines(history: Sequence[Line]) -> Iterator[dict[str, Any]]:
     """The accuracies and times of each round, rounded; nothing of single clients."""
     for line in history:
         small: dict[str, Any] = {"round": line["round"], "losses": {}}
-        found = ("not finite" * is_divergence(reason) for reason in line["left_out"].values())
-        reasons = sorted(found, reverse=True)  # a reader may see only the first
-        small["left_out"] = dict(zip(map(str, range(len(reasons))), reasons, strict=True))
+        for key in ("left_out", "evaluation_left_out"):
+            if key == "left_out" or line.get(key):
+                found = ("not finite" * is_divergence(reason) for reason in line[key].values())
+                reasons = sorted(found, reverse=True)  # a reader may see only the first
+                small[key] = dict(zip(map(str, range(len(reasons))), reasons, strict=True))
         small |= {key: round(line[key], 4) for key in CLOCKS if key in line}
         small["seconds"] = {"all": round(sum(line["seconds"].values()), 4)}
         for key, name, _ in CURVES:

@@ -74,6 +74,8 @@ class History:
     rounds: of the lines. wall_s: their durations. clocks: those of CLOCKS that every line has.
     diagnostics: (round, measures) where they were taken. num_left_out: updates that were not
     aggregated; rounds_not_finite: rounds with one whose values were not finite, or too large.
+    num_not_evaluated, rounds_partial: likewise of clients that could not be evaluated; in these
+    rounds the curves of the clients have no point, which would be of the others alone.
     """
 
     def __init__(self, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -81,6 +83,7 @@ class History:
         self.clocks = {name: array("d") for name in CLOCKS}
         self.diagnostics: list[tuple[int, Mapping[str, Any]]] = []
         self.num_left_out = self.rounds_not_finite = 0
+        self.num_not_evaluated = self.rounds_partial = 0
         self._points: dict[str, tuple[array[int], array[float]]] = {
             curve: (array("l"), array("d")) for curve in CURVES
         }
@@ -91,11 +94,17 @@ class History:
             left_out = line.get("left_out", {})
             self.num_left_out += line.get("num_left_out", len(left_out))
             self.rounds_not_finite += any(map(is_divergence, left_out.values()))
+            unevaluated = line.get("evaluation_left_out", {})
+            self.num_not_evaluated += line.get("num_evaluation_left_out", len(unevaluated))
+            is_partial = any(map(is_divergence, unevaluated.values()))
+            self.rounds_partial += is_partial
             for name in CLOCKS:
                 if name in line:
                     self.clocks[name].append(line[name])
             for curve, (rounds, values) in self._points.items():
                 key, _, name = curve.partition(".")
+                if is_partial and key != "global":
+                    continue
                 if key in line and line[key][name] is not None:
                     rounds.append(number)
                     values.append(line[key][name])
@@ -112,6 +121,8 @@ def measure(
     history: History, curve: str, take: Take, at: int, shrink: float, clock: str = "client_seconds"
 ) -> float | None:
     """The reported number in percent or seconds; None if the history does not contain it.
+
+    That is so if no accuracy of round `at` was recorded: an earlier one is another number.
 
     at: the last round that counts. shrink: rounds of the run / rounds of the paper that they stand
     for. The window of a median or mean and the memory of a moving average are scaled by it.
@@ -130,7 +141,7 @@ def measure(
             return math.inf
         spent = history.clocks[clock]
         return math.fsum(spent[i] for i in counted if history.rounds[i] <= reached)
-    if not points or history.rounds[counted[-1]] < at:
+    if not points or points[-1][0] < at:
         return None
     values = [100 * value for _, value in points]
     window = [100 * v for r, v in points if r > at - max(1.0, take.number * shrink)] or values[-1:]

@@ -180,8 +180,8 @@ class Result:
     """A cell's outcome: one number a finished seed, of one candidate. A time never reached is inf.
 
     num_seeds: how many were asked for. finished: the runs of the numbers, with their directories.
-    failures: `diverged` or `failed`, by seed. ended: the run directories of all runs, the tuning's
-    and failed ones too. code, precision: of these runs.
+    failures: `diverged` or `failed`, by seed, also of finished runs without number. ended: the run
+    directories of all runs, the tuning's and failed ones too. code, precision: of these runs.
     tuned_on: the seed that chose the candidate, if there are several: of `num_tried` its run
     finished or diverged, of `num_failed` it failed.
     outdated: why the first run that does not count does not: its config, or its code.
@@ -255,13 +255,19 @@ class Result:
 
     @property
     def left_out(self) -> str:
-        """How many updates of its runs were not aggregated; empty if all were."""
+        """How many updates of its runs were not aggregated, and clients not evaluated; or empty."""
         found = [history_in(path) for _, path in self.finished]
-        number = sum(history.num_left_out for history in found)
-        rounds = sum(history.rounds_not_finite for history in found)
-        in_rounds = f"in {rounds} round{'s' * (rounds > 1)}"
-        why = f", {in_rounds} for values not finite or too large" if rounds else ""
-        return f"updates left out: {number}{why}" if number else ""
+        lost = {
+            "updates": [(h.num_left_out, h.rounds_not_finite) for h in found],
+            "evaluations": [(h.num_not_evaluated, h.rounds_partial) for h in found],
+        }
+        words = []
+        for what, counts in lost.items():
+            number, rounds = (sum(each) for each in zip(*counts, strict=True)) if counts else (0, 0)
+            in_rounds = f"in {rounds} round{'s' * (rounds > 1)}"
+            why = f", {in_rounds} for values not finite or too large" if rounds else ""
+            words += [f"{what} left out: {number}{why}"] * bool(number)
+        return "; ".join(words)
 
     @property
     def not_finite(self) -> set[int]:
@@ -289,6 +295,9 @@ def result_of(cell: Cell, options: Options, output: Path) -> Result:
     runs = [] if best is None else [run_of(cell, best, s, options, output) for s in options.seeds]
     numbers = {int(run.keys["seed"]): number_of(cell, run) for run in runs}
     failures = {int(run.keys["seed"]): run.failure() for run in runs}
+    for run in runs:
+        if (directory := run.finished()) and numbers[seed := int(run.keys["seed"])] is None:
+            failures[seed] = DIVERGED if history_in(directory).rounds_partial else FAILED
     read = [directory for run in [*tried, *runs] if (directory := run.ended())]
     return Result(
         cell=cell,

@@ -1196,6 +1196,23 @@ def test_measures_of_a_history(take, at, shrink, expected):
     assert found == (expected if expected is None else pytest.approx(expected))
 
 
+def test_clients_that_could_not_be_evaluated_are_not_left_out_of_a_mean():
+    """A client's model is not finite in round 2: the mean of the others says too much."""
+    lines = [
+        {"round": n, "personal": {"mean": mean}, "evaluation_left_out": left_out}
+        for n, mean, left_out in (
+            (1, 0.5, {}),
+            (2, 0.9, {"a": "personal-loss is nan, not finite"}),
+            (3, 0.6, {"a": "no answer"}),
+        )
+    ]
+    found = History(lines)
+    assert (found.num_not_evaluated, found.rounds_partial) == (2, 1)
+    assert measure(found, "personal.mean", parse_take("best"), 3, 1.0) == pytest.approx(60)
+    for take in ("final", "best", "mean 2", "ema 0.5"):
+        assert measure(found, "personal.mean", parse_take(take), 2, 1.0) is None
+
+
 def test_a_moving_average_is_the_same_of_a_scaled_run_and_of_rarer_evaluations():
     """An accuracy that rises evenly from 0 to 100: the average lags by 9 of the paper's rounds."""
     found = []

@@ -1195,6 +1195,30 @@ def test_ahead_of_runs_whose_updates_were_not_finite_is_no_lead(row, verdict, ef
     assert other.verdict == "not reproduced"  # that counts in full
 
 
+@pytest.mark.parametrize(
+    ("reason", "word", "has_mean"),
+    [("personal-loss is nan, not finite", "diverged", True), ("no answer", "failed", False)],
+)
+def test_a_run_without_the_number_due_counts_against_its_claim(reason, word, has_mean, tmp_path):
+    """A client, or all, could not be evaluated: its mean was that of the others, or "not run"."""
+    recipe, runs = all_run(tmp_path, f"{judged}of: local_global.mean\n")
+    for run in runs:
+        path = run.folder / "attempt" / "history.jsonl"
+        line = json.loads(path.read_text())
+        line["local_global"] = {"mean": line["global"]["accuracy"], "worst_decile": 0.0}
+        if run.keys["method"] == "fedprox":
+            line["evaluation_left_out"] = {"a": reason}
+            if not has_mean:
+                del line["local_global"]
+        path.write_text(json.dumps(line) + "\n")
+    (claim,) = claims_of(recipe, tmp_path)
+    assert claim.verdict == "not reproduced"
+    assert f"FedProx {word} 3/3" in claim.failures
+    rounds = ", in 3 rounds for values not finite or too large" if has_mean else ""
+    _, page = write_report(tmp_path)
+    assert f"| FedProx | –; {word} 3/3; evaluations left out: 3{rounds} |" in page.read_text()
+
+
 def test_after_two_seeds_of_which_one_never_reached_it_a_second_is_not_what_decides():
     recipe = parse_recipe(times, Path("t.yaml"))
     numbers = {"A": {0: 6.0, 1: 5.0}, "B": {0: 6.0, 1: float("inf")}}

@@ -614,11 +614,13 @@ def test_a_copy_counts_the_updates_that_were_left_out_and_names_no_client(output
     (path, *_) = sorted(output.glob("runs/*/attempt/history.jsonl"))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[3]["left_out"] = {"site-a": "values that are not finite", "site-b": "no answer"}
+    lines[4]["evaluation_left_out"] = {"site-a": "personal-loss is nan, not finite"}
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     texts = dict(copies(path.parent))
     assert "site-" not in texts["history.jsonl"]
     found = History(map(json.loads, texts["history.jsonl"].splitlines()))
     assert (found.num_left_out, found.rounds_not_finite) == (2, 1)
+    assert (found.num_not_evaluated, found.rounds_partial) == (1, 1)
 
 
 def test_a_copy_keeps_the_sign_of_divergence(output):
