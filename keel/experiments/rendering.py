@@ -163,8 +163,8 @@ class Section:
     def _means(self) -> dict[str, list[float]]:
         """The different means of each column, best first, of cells whose seeds all have a number.
 
-        Empty where the table `mixes`; without columns whose cells are of different data, are times
-        of different machines, or mix times with other numbers.
+        Empty where the table `mixes`; without columns whose cells are of different data or seeds,
+        are times of different machines, or mix times with other numbers.
         """
         found: dict[str, set[float]] = {}
         results = self.results.values()
@@ -172,6 +172,7 @@ class Section:
             return {}
         times, data = dict[str, set[Take | None]](), dict[str, set[tuple[str, str]]]()
         machines: dict[str, set[str]] = {}
+        seeds: dict[str, set[frozenset[int]]] = {}
         for result in results:
             name, take = result.cell.column.name, result.cell.take
             data.setdefault(name, set()).update(result.data)
@@ -180,8 +181,10 @@ class Section:
                 machines.setdefault(name, set()).update(result.machines)
             if result.mean is not None and is_ranked(result):
                 found.setdefault(name, set()).add(result.mean)
+                seeds.setdefault(name, set()).add(frozenset(result.counted))
         mixed = {name for name, each in data.items() if differs(each)}
         mixed |= {name for name, each in machines.items() if len(each) > 1}
+        mixed |= {name for name, each in seeds.items() if len(each) > 1}
         mixed |= {name for name, each in times.items() if len(each) > 1}
         return {
             name: sorted(each, reverse=None in times[name])
