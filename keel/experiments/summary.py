@@ -207,19 +207,21 @@ def in_full(claim: Claim, recipe: Recipe) -> str:
 
 
 def curves_of(claim: Claim, evidence: Evidence) -> Curves:
-    """The curves of a claim's two sides up to the round that it reads.
+    """The curves of a claim's two sides up to the round that it reads, over the seeds of both.
 
     Each with the paper's value there, if the runs get that far.
     """
     curves: dict[str, tuple[Curve, float | None]] = {}
     sides = [evidence.results[name] for name in evidence.recipe.sides_of(claim)]
+    seeds = set.intersection(*({*side.counted} for side in sides))
     for name, side in zip((claim.left, claim.right), sides, strict=True):
         curve: Curve = []
         paper = side.cell.paper
-        if side.finished and not side.mixes:
-            run = side.finished[0][0]
+        runs = [pair for pair in side.counted_runs if pair[0].keys["seed"] in seeds]
+        if runs and not side.mixes:
+            run = runs[0][0]
             last = last_round_read(side.cell, run)
-            curve = [p for p in curve_of(side.cell, side.counted_runs) if p[0] <= last]
+            curve = [p for p in curve_of(side.cell, runs) if p[0] <= last]
             paper = None if ends_before(side.cell, run) else paper
         curves[name] = curve, paper
     return curves

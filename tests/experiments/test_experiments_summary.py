@@ -711,6 +711,16 @@ def test_a_picture_ends_at_the_round_that_the_claim_reads(tmp_path):
     assert ">round 500<" in picture
 
 
+def test_a_picture_has_the_seeds_that_both_sides_have(output):
+    """FedAvg's mean over three seeds beside FedCKA's one was that of other seeds."""
+    for path in output.glob("runs/fedcka-*seed[01]-*"):
+        shutil.rmtree(path)
+    (found,) = evidence_in(output)
+    (claim,) = [c for c in found.recipe.claims if c.text == "FedCKA above FedAvg in alpha 5"]
+    ends = {name: curve[-1][:2] for name, (curve, _) in curves_of(claim, found).items()}
+    assert ends == {"FedCKA": (41, pytest.approx(65)), "FedAvg": (41, pytest.approx(62))}
+
+
 @pytest.mark.parametrize(("rounds", "num_lines"), [(1000, 2), (500, 0)])
 def test_a_picture_has_no_paper_value_of_a_round_after_its_last(tmp_path, rounds, num_lines):
     only = ["FedRCL", "FedAvg", "CIFAR-10, alpha 0.6, 1000R"]
