@@ -16,9 +16,9 @@ from keel.experiments.plan import (
     Result,
     differing,
     differs,
-    ends_before,
     last_round_read,
     paper_round_read,
+    reads_elsewhere,
     seeds_for,
 )
 from keel.experiments.recipe import Claim, Recipe
@@ -52,8 +52,8 @@ class JudgedClaim:
     decide: what would decide an open claim, or complete its seeds; empty for a decided one.
     runs: equal for claims that say the same about the same runs, each at its round `read_at`.
     remarks: what to know beside the verdict, joined by "; ": "at round 200 instead of 500" if the
-    runs end before the round that the paper reads, "at 40% of the local steps" if a scaled run has
-    fewer than the paper there, "after 4 of 5 seeds" if the verdict comes before all seeds of the
+    runs are read at another round than the paper reads, "at 40% of the local steps" if a scaled run
+    has fewer than the paper there, "after 4 of 5 seeds" if the verdict comes before all seeds of the
     recipe, and all that were asked for, have ended, "inconclusive with the planned 3 seeds" if
     seeds were added, whether the two numbers are read differently, and whether the paper's effect
     lies outside the interval.
@@ -126,9 +126,9 @@ def _judged(
         read_at = max(last_round_read(side.cell, run) for side, run in both)
         asked, tuned_on = {*options.seeds, *recipe.seeds}, {side.tuned_on for side in sides}
         num_asked = len(asked - tuned_on) if leads else 0
-        early = early_of(sides, runs)
+        elsewhere = elsewhere_of(sides, runs)
         if leads:
-            remarks += [*early, *read_differently(sides)]
+            remarks += [*elsewhere, *read_differently(sides)]
         numbers = [f"{run.name} {s.cell.of} {s.cell.take}" for s, run in both]
         identity = (*numbers, f"above {claim.is_above}, within {claim.margin}")
     if detail != "not run":
@@ -167,7 +167,7 @@ def _judged(
             if verdict in VERDICTS[:2]:
                 decide = f"{len(asked)} seeds" if is_early else ""
             is_time = sides[0].cell.take.is_time  # the paper's are of other machines
-            if interval and paper_effect is not None and not (claim.margin or early or is_time):
+            if interval and paper_effect is not None and not (claim.margin or elsewhere or is_time):
                 is_outside = not interval[0] <= paper_effect <= interval[1]
                 remarks += [f"the paper's {paper_effect:+.2f} is outside the interval"] * is_outside
     return JudgedClaim(
@@ -366,14 +366,14 @@ def steps_ratio(side: Result, run: Run) -> float:
     )
 
 
-def early_of(sides: Sequence[Result], runs: Sequence[Run]) -> list[str]:
-    """In words, where runs end that do not get to where the paper reads its number.
+def elsewhere_of(sides: Sequence[Result], runs: Sequence[Run]) -> list[str]:
+    """In words, where runs are read, if not where the paper reads its number.
 
     Nothing for seconds a round, which do not depend on it.
     """
     both = [(s, run) for s, run in zip(sides, runs, strict=True) if s.cell.take.how != PER_ROUND]
     for side, run in both:
-        if ends_before(side.cell, run):
+        if reads_elsewhere(side.cell, run):
             due = paper_round_read(side.cell, run)
             return [f"at round {last_round_read(side.cell, run)} instead of {due}"]
     shares = [

@@ -8,7 +8,7 @@ import numpy as np
 
 from data.plots import plot_label_distribution
 from keel.experiments.measure import moving_average
-from keel.experiments.plan import Result, ends_before, last_round_read
+from keel.experiments.plan import Result, last_round_read, reads_elsewhere
 from keel.experiments.recipe import Cell, Recipe
 from keel.experiments.recipe_file import Entry
 from keel.experiments.runs import Options, Run, history_in, run_of
@@ -74,7 +74,7 @@ def report_curve(result: Result, same_runs: Sequence[Result | None], place: int)
         (last_round_read(r.cell, r.finished[0][0]), r.cell.paper)
         for r in same_runs
         if r and r.finished and r.cell.of == result.cell.of and not r.cell.take.is_time
-        if not ends_before(r.cell, r.finished[0][0])
+        if not reads_elsewhere(r.cell, r.finished[0][0])
     )
     return Curve(
         result.cell.row.name,

@@ -72,9 +72,9 @@ def paper_round_read(cell: Cell, run: Run) -> int:
     return cell.at or run.paper_rounds
 
 
-def ends_before(cell: Cell, run: Run) -> bool:
-    """Whether the run is over before the round at which the paper reads the cell's number."""
-    return not run.is_scaled and run.rounds < paper_round_read(cell, run)
+def reads_elsewhere(cell: Cell, run: Run) -> bool:
+    """Whether the cell's number is of an earlier or later round than the paper's."""
+    return not run.is_scaled and last_round_read(cell, run) != paper_round_read(cell, run)
 
 
 def keys_not_read(cell: Cell) -> set[str]:
@@ -247,9 +247,9 @@ class Result:
 
     @property
     def difference(self) -> float | None:
-        """The mean minus the paper's number; None if a run ends before that number's round."""
+        """The mean minus the paper's number; None if a run is read at another round."""
         paper = self.cell.paper
-        if any(ends_before(self.cell, run) for run, _ in self.finished):
+        if any(reads_elsewhere(self.cell, run) for run, _ in self.finished):
             return None
         return None if paper is None or self.mean is None else self.mean - paper
 

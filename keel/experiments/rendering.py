@@ -32,9 +32,9 @@ from keel.experiments.measure import Take
 from keel.experiments.plan import (
     Result,
     differs,
-    ends_before,
     load_job,
     paper_round_read,
+    reads_elsewhere,
     results_of,
 )
 from keel.experiments.recipe import Recipe
@@ -360,7 +360,7 @@ def missing(result: Result) -> Iterator[str]:
         failed = f", {result.num_failed} failed" if result.num_failed else ""
         yield f"{result.num_tried} of {result.num_candidates} values tried{failed}"
     for run, _ in result.finished[:1]:
-        if ends_before(result.cell, run):
+        if reads_elsewhere(result.cell, run):
             yield f"at round {run.rounds} instead of {paper_round_read(result.cell, run)}"
     if result.outdated:
         yield f"a run does not count: {result.outdated}"

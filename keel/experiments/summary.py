@@ -21,7 +21,7 @@ from keel.experiments.claims import (
     judge_claims,
 )
 from keel.experiments.figures import curve_of
-from keel.experiments.plan import ends_before, last_round_read, load_job, narrowed, results_of
+from keel.experiments.plan import last_round_read, load_job, narrowed, reads_elsewhere, results_of
 from keel.experiments.recipe import Claim, Recipe, load_recipe, shipped_recipes
 from keel.experiments.rendering import template_environment
 from keel.experiments.runs import Options, history_in
@@ -209,7 +209,7 @@ def in_full(claim: Claim, recipe: Recipe) -> str:
 def curves_of(claim: Claim, evidence: Evidence) -> Curves:
     """The curves of a claim's two sides up to the round that it reads, over the seeds of both.
 
-    Each with the paper's value there, if the runs get that far.
+    Each with the paper's value there, if the runs are read at that round.
     """
     curves: dict[str, tuple[Curve, float | None]] = {}
     sides = [evidence.results[name] for name in evidence.recipe.sides_of(claim)]
@@ -222,7 +222,7 @@ def curves_of(claim: Claim, evidence: Evidence) -> Curves:
             run = runs[0][0]
             last = last_round_read(side.cell, run)
             curve = [p for p in curve_of(side.cell, runs) if p[0] <= last]
-            paper = None if ends_before(side.cell, run) else paper
+            paper = None if reads_elsewhere(side.cell, run) else paper
         curves[name] = curve, paper
     return curves
 

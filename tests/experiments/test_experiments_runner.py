@@ -1139,6 +1139,7 @@ def test_what_decides_a_margin_is_its_distance_from_the_mean(tmp_path):
         ("[50.0], [55.0]", {}, "the paper's +5.00 is outside the interval"),
         ("[50.0], [75.0]", {}, "the paper's +25.00 is outside the interval"),
         ("[50.0], [55.0]", {"num-rounds": 1}, "at round 1 instead of 2"),
+        ("[50.0], [55.0]", {"num-rounds": 4}, "at round 4 instead of 2"),
     ],
 )
 def test_whether_the_papers_difference_is_in_the_interval(paper, changes, remarks, tmp_path):
