@@ -156,12 +156,14 @@ class Link:
             self.finish(reply)
         return reply
 
+    def given(self, *messages):
+        """What the ServerApp is given for these messages."""
+        request = PullAppMessagesRequest(message_ids=ids(*messages))
+        return pull_complete_replies(request, self.state, Task(run_id=self.run)).messages_list
+
     def pull(self, *messages):
         """(id, error code or 0) of what the ServerApp is given for these messages."""
-        answer = pull_complete_replies(
-            PullAppMessagesRequest(message_ids=ids(*messages)), self.state, Task(run_id=self.run)
-        )
-        return [(m.metadata.message_id, m.error.code) for m in answer.messages_list]
+        return [(m.metadata.message_id, m.error.code) for m in self.given(*messages)]
 
     def confirm_reply(self, reply):
         request = ConfirmMessageReceivedRequest(message_object_id=reply.metadata.message_id)
@@ -467,10 +469,8 @@ def test_a_reply_is_deleted_where_it_exceeds_its_bound_and_its_client_is_named(
     assert sum(size for size, ok in zip(sizes, answers, strict=True) if ok) <= 2**20
     assert threads > 1 or not any(answers[answers.index(False) :])
     assert stored_bytes(link) < before + 2000  # of the error in its place
-    [(_, code)] = link.pull(asked)
-    assert code == ErrorCode.REPLY_MESSAGE_UNAVAILABLE
-    request = PullAppMessagesRequest(message_ids=ids(asked))
-    [answer] = pull_complete_replies(request, link.state, Task(run_id=link.run)).messages_list
+    [answer] = link.given(asked)
+    assert answer.error.code == ErrorCode.REPLY_MESSAGE_UNAVAILABLE
     assert answer.error.reason == f"the reply has {TOO_LARGE} {2**20} bytes"
     assert answer.metadata.src_node_id == link.node
 
@@ -488,7 +488,7 @@ def test_a_reply_within_its_bound_arrives(link):
     asked = bounded(link, "one", 2**20)
     reply, answers = pushed(link, asked, random_arrays(3, 2**18), 2**20)
     assert all(answers)
-    assert link.pull(asked) == [(*ids(reply), 0)]
+    assert link.pull(asked) == whole(reply)
 
 
 def test_the_write_ahead_log_is_emptied_on_the_way(link, monkeypatch):
@@ -519,15 +519,14 @@ def test_an_object_larger_than_any_of_flowers_is_refused(link, monkeypatch):
     _, answers = pushed(link, asked, random_arrays(1, 2**18), 2**20)
     assert False in answers
     assert stored_bytes(link) < before + 2000
-    request = PullAppMessagesRequest(message_ids=ids(asked))
-    [answer] = pull_complete_replies(request, link.state, Task(run_id=link.run)).messages_list
+    [answer] = link.given(asked)
     assert answer.error.reason == f"the reply has {TOO_LARGE} {2**17} bytes in one object"
 
 
 def test_what_arrives_of_a_reply_after_its_message_was_deleted_is_refused(link):
     """It would have no bound."""
     asked = bounded(link, "one", 2**20)
-    reply = own_message(link, link.node, SUPERLINK_NODE_ID, *ids(asked))
+    reply = own_reply(link, asked)
     session = push_by_fleet(link, link.node, reply).session_id
     link.state.delete_messages(set(ids(asked)))
     for name, each in get_all_nested_objects(reply).items():
@@ -573,26 +572,37 @@ def test_replies_that_killed_serverapps_left_do_not_silence_their_node(link):
     assert not link.state.get_message_ids_from_run_id(killed)
 
 
-def push_by_fleet(link, node, reply, tree=None):
+def push_by_fleet(link, node, reply, tree=None, runtimes=(), **metadata):
+    """metadata: fields that are not those of the reply."""
+    proto = message_to_proto(reply)
+    for field, value in metadata.items():
+        setattr(proto.metadata, field, value)
     request = PushMessagesRequest(
         node=Node(node_id=node),
-        messages_list=[message_to_proto(reply)],
+        messages_list=[proto],
         message_object_trees=[tree or get_object_tree(reply)],
+        clientapp_runtime_list=runtimes,
     )
     return accept_reply(request, link.state)
 
 
-def own_message(link, src, dst, asked=""):
+def own_message(link, src, dst, asked="", record=None):
     about = Metadata(link.run, "", src, dst, asked, "", time.time(), 60.0, "train")
-    message = Message(content=RecordDict({"config": ConfigRecord({"is": "odd"})}), metadata=about)
+    content = RecordDict({"config": record or ConfigRecord({"is": "odd"})})
+    message = Message(content=content, metadata=about)
     assign_message_id(message, message.object_id)
     return message
+
+
+def own_reply(link, asked, record=None):
+    """The node's reply to a message, not sent yet."""
+    return own_message(link, link.node, SUPERLINK_NODE_ID, *ids(asked), record)
 
 
 def test_a_node_cannot_reply_for_another_nor_send_instructions(link):
     asked = link.send("one")
     link.ask()
-    forged = own_message(link, link.node, SUPERLINK_NODE_ID, *ids(asked))
+    forged = own_reply(link, asked)
     instruction = own_message(link, SUPERLINK_NODE_ID, link.node)
     for message in (forged, instruction):
         with pytest.raises(ValueError, match="one reply of its own"):
@@ -612,24 +622,13 @@ def test_a_reply_with_a_time_that_is_no_number_keeps_no_other_from_being_deliver
 ):
     """Every request for the round's replies failed, until the run ended."""
     asked, honest = link.send("one"), link.send("two")
-    odd = own_message(link, link.node, SUPERLINK_NODE_ID, *ids(asked))
-    proto, tree = message_to_proto(odd), get_object_tree(odd)
-    runtimes = [1.0]
-    if field == "runtime":
-        runtimes = [number]
-    else:
-        setattr(proto.metadata, field, number)
-    request = PushMessagesRequest(
-        node=Node(node_id=link.node),
-        messages_list=[proto],
-        message_object_trees=[tree],
-        clientapp_runtime_list=runtimes,
-    )
+    odd = own_reply(link, asked)
+    changed = {"runtimes": [number]} if field == "runtime" else {"runtimes": [1.0], field: number}
     with contextlib.suppress(ValueError):
-        accept_reply(request, link.state)
+        push_by_fleet(link, link.node, odd, **changed)
         link.finish(odd)
     reply = link.reply(honest)
-    assert link.pull(asked, honest) == [(*ids(reply), 0)]
+    assert link.pull(asked, honest) == whole(reply)
     [run] = link.state.get_run_info(run_ids=[link.run])
     assert run.clientapp_runtime == 0
 
@@ -695,13 +694,8 @@ def test_a_client_that_is_unregistered_is_cut_off_at_once(link):
 def test_a_late_reply_is_dropped_without_an_error(link):
     """Its SuperNode would take an error for final."""
     asked = link.send("one")
-    odd = own_message(link, link.node, SUPERLINK_NODE_ID, *ids(asked))
-    proto, tree = message_to_proto(odd), get_object_tree(odd)
-    proto.metadata.ttl = -5.0  # made after the message had expired
-    request = PushMessagesRequest(
-        node=Node(node_id=link.node), messages_list=[proto], message_object_trees=[tree]
-    )
-    assert not accept_reply(request, link.state).objects_to_push
+    # made after the message had expired
+    assert not push_by_fleet(link, link.node, own_reply(link, asked), ttl=-5.0).objects_to_push
     assert link.state.num_message_res() == 0
 
 
@@ -717,8 +711,8 @@ def test_replies_that_are_refused_leave_nothing(link):
     before = num_sessions()
     odd = own_message(link, link.node, SUPERLINK_NODE_ID, "no message has this id")
     push_by_fleet(link, link.node, odd)
-    push_by_fleet(link, link.node, own_message(link, link.node, SUPERLINK_NODE_ID, *ids(large)))
-    reply = own_message(link, link.node, SUPERLINK_NODE_ID, *ids(asked))
+    push_by_fleet(link, link.node, own_reply(link, large))
+    reply = own_reply(link, asked)
     tree = get_object_tree(reply)
     tree.children.append(ObjectTree(object_id="no hash"))
     with pytest.raises(ValueError, match="Invalid object ID"):
@@ -739,7 +733,7 @@ def test_objects_registered_under_another_root_do_not_pile_up(link):
     """Nothing deleted them before the run ended."""
     asked = bounded(link, "one", 2**20)
     for number in range(3):
-        reply = own_message(link, link.node, SUPERLINK_NODE_ID, *ids(asked))
+        reply = own_reply(link, asked)
         tree = ObjectTree(object_id=f"{number:064x}", children=[ObjectTree(object_id="f" * 64)])
         with pytest.raises(ValueError, match="the tree of its objects"):
             push_by_fleet(link, link.node, reply, tree)
@@ -751,19 +745,12 @@ def test_replies_that_are_never_sent_leave_no_sessions(link):
     sent = []
     for number in range(4):
         asked = bounded(link, str(number), 2**20)
-        sent.append(own_message(link, link.node, SUPERLINK_NODE_ID, *ids(asked)))
+        sent.append(own_reply(link, asked))
         push_by_fleet(link, link.node, sent[-1])
     with link.state.session() as session:
         root = ObjectPushSessionRoot.root_object_id
         kept = session.scalars(select(root).where(root.in_(ids(*sent)))).all()
     assert kept == ids(sent[-1])
-
-
-def with_record(link, src, dst, record, asked=""):
-    about = Metadata(link.run, "", src, dst, asked, "", time.time(), 60.0, "train")
-    message = Message(content=RecordDict({"a": record}), metadata=about)
-    assign_message_id(message, message.object_id)
-    return message
 
 
 @pytest.mark.parametrize("is_root", [False, True])
@@ -772,17 +759,17 @@ def test_what_one_node_says_of_an_object_keeps_no_other_from_sending_it(link, is
     asked, honest = bounded(link, "one", 2**20), link.send("two")
     record = ConfigRecord({"client": "site-a", "round": 3})
     lie = ObjectTree(object_id=record.object_id, children=[ObjectTree(object_id="f" * 64)])
-    hostile = own_message(link, link.node, SUPERLINK_NODE_ID, *ids(asked))
+    hostile = own_reply(link, asked)
     tree = get_object_tree(hostile)
     tree.children[0].children.append(lie)
     if is_root:
         assign_message_id(hostile, record.object_id)
         tree = lie
     push_by_fleet(link, link.node, hostile, tree)
-    reply = with_record(link, link.node, SUPERLINK_NODE_ID, record, *ids(honest))
+    reply = own_reply(link, honest, record)
     link.state.delete_partial_replies = lambda node, but: None  # as if from another node
     answer = push_by_fleet(link, link.node, reply)
-    instruction = with_record(link, SUPERLINK_NODE_ID, link.node, record)
+    instruction = own_message(link, SUPERLINK_NODE_ID, link.node, record=record)
     request = PushAppMessagesRequest(
         messages_list=[message_to_proto(remove_content_from_message(instruction))],
         message_object_trees=[get_object_tree(instruction)],
@@ -794,7 +781,7 @@ def test_what_one_node_says_of_an_object_keeps_no_other_from_sending_it(link, is
             assert link.state.store_object(
                 link.run, each.session_id, name, objects[name].deflate()
             ), name
-    assert link.pull(honest) == [(*ids(reply), 0)]
+    assert link.pull(honest) == whole(reply)
     assert ids(instruction)[0] in {*link.ask(), *link.ask(), *link.ask()}
 
 
@@ -802,13 +789,13 @@ def test_what_one_node_says_of_an_object_keeps_no_other_from_sending_it(link, is
 def test_a_reply_whose_object_names_another_is_refused(link, field):
     """A ServerApp reads the object, not what was announced: it took the reply for another's."""
     asked, other = bounded(link, "one", 2**20), link.send("two")
-    about = own_message(link, link.node, SUPERLINK_NODE_ID, *ids(asked)).metadata
+    about = own_reply(link, asked).metadata
     forged = {
         "src_node_id": SUPERLINK_NODE_ID,
         "reply_to_message_id": ids(other)[0],
         "run_id": 7,
     }
-    inner = own_message(link, link.node, SUPERLINK_NODE_ID, *ids(asked))
+    inner = own_reply(link, asked)
     inner.metadata.__dict__.update({f"_{k}": v for k, v in forged.items() if k == field})
     item = inner if field != "is_message" else ConfigRecord({"no": "message"})
     announced = Message(content=RecordDict(), metadata=about)
@@ -820,8 +807,7 @@ def test_a_reply_whose_object_names_another_is_refused(link, field):
         for name in objects
     ]
     assert not stored[-1]
-    request = PullAppMessagesRequest(message_ids=ids(asked, other))
-    [found] = pull_complete_replies(request, link.state, Task(run_id=link.run)).messages_list
+    [found] = link.given(asked, other)
     assert found.error.reason == "the reply has the metadata of another"
     assert found.metadata.reply_to_message_id == ids(asked)[0]
 
@@ -961,4 +947,4 @@ def test_an_object_that_is_sent_again_as_its_answer_was_lost_counts_as_stored(li
     assert all(answers)
     for name, item in get_all_nested_objects(reply).items():  # the session has ended meanwhile
         assert link.state.store_object(link.run, "a session that ended", name, item.deflate())
-    assert link.pull(asked) == [(*ids(reply), 0)]
+    assert link.pull(asked) == whole(reply)
