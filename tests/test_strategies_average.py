@@ -344,20 +344,14 @@ bad_replies = {
 }
 
 
-def content_without(record: str):
+def content_with(name: str, record: ArrayRecord | ConfigRecord | MetricRecord | None):
+    """A reply with this record in place of its own; None: without it."""
+
     def spoil(message: Message, reply: TrainReply) -> Message:
-        content = reply_content(reply)
-        del content[record]
-        return Message(content, reply_to=message)
-
-    return spoil
-
-
-def content_with(name: str, record: ArrayRecord | ConfigRecord | MetricRecord):
-    def spoil(message: Message, reply: TrainReply) -> Message:
-        content = reply_content(reply)
-        content[name] = record
-        return Message(content, reply_to=message)
+        records = {**reply_content(reply), name: record}
+        return Message(
+            RecordDict({k: v for k, v in records.items() if v is not None}), reply_to=message
+        )
 
     return spoil
 
@@ -399,8 +393,8 @@ bad_messages = {
     "error": (lambda m, r: Message(Error(1, "ValueError: no disk"), reply_to=m), "no disk"),
     "error without words": (lambda m, r: Message(Error(7), reply_to=m), "error 7"),
     "empty": (lambda m, r: Message(RecordDict(), reply_to=m), "no record 'reply'"),
-    "no arrays": (content_without("arrays"), "no record 'arrays'"),
-    "no metrics": (content_without("metrics"), "no record 'metrics'"),
+    "no arrays": (content_with("arrays", None), "no record 'arrays'"),
+    "no metrics": (content_with("metrics", None), "no record 'metrics'"),
     "words": (content_with("arrays", WORDS), "unreadable"),
     "no bytes": (bytes_for_numbers(b""), "unreadable"),
     "zip": (bytes_for_numbers(b"PK\x03\x04xx"), "unreadable"),
@@ -776,17 +770,6 @@ def test_a_client_counts_only_with_the_sum_that_its_update_is_in(monkeypatch, wh
         torch.testing.assert_close(array, expected[name])
 
 
-@pytest.mark.parametrize("keys", [{"aggregation": "median"}, {"norm_bound": "median"}, {}])
-def test_workers_sum_nothing_where_the_server_needs_each_update(monkeypatch, keys):
-    strategy = streaming(monkeypatch, **keys)
-    if not keys:  # counts that nothing supports
-        strategy.partition_sizes = {}
-    answers = all_answers(strategy, network().state_dict())
-    assert strategy.begin_sums(1) == {}
-    strategy.aggregate_train(1, [answer(*each) for each in answers])
-    assert len(strategy.report.accepted) == 5
-
-
 @pytest.mark.parametrize(("largest", "is_summed"), [(20, True), (100_000, False)])
 def test_an_outliers_update_is_compared_with_those_of_the_others(monkeypatch, largest, is_summed):
     counts = [10, 11, 12, 13, largest]
@@ -845,33 +828,37 @@ def test_arrays_beside_the_model_that_are_summed_are_bounded_by_the_largest_trai
     assert strategy.limits["beside"] == 1e4
 
 
-@pytest.mark.parametrize(
-    ("keys", "is_summed"),
-    [
-        ({}, True),
-        ({"weighting": "uniform"}, True),
-        ({"aggregation": "median"}, False),
-        ({"aggregation": "krum", "num_malicious": 1}, False),
-        ({"norm_bound": "median"}, False),
-    ],
-)
-def test_updates_that_are_compared_with_each_other_wait_for_all(monkeypatch, keys, is_summed):
+NEEDS_ALL = {  # updates that are compared with each other, or kept
+    "median": {"aggregation": "median"},
+    "krum": {"aggregation": "krum", "num_malicious": 1},
+    "norm bound": {"norm_bound": "median"},
+    "diagnostics": {},
+    "counts that nothing supports": {},
+    "a small round": {},
+}
+
+
+@pytest.mark.parametrize("keys", [{}, {"weighting": "uniform"}])
+def test_updates_of_a_large_round_are_summed_as_they_come(monkeypatch, keys):
     strategy = streaming(monkeypatch, **keys)
-    answers = all_answers(strategy, network().state_dict())
-    strategy.accept(1, answer(*answers[0]))
-    assert bool(strategy.running) == is_summed
+    strategy.accept(1, answer(*all_answers(strategy, network().state_dict())[0]))
+    assert strategy.running
+    assert strategy.begin_sums(1)
 
 
-@pytest.mark.parametrize("why", ["diagnostics", "counts that nothing supports", "a small round"])
+@pytest.mark.parametrize("why", NEEDS_ALL)
 def test_updates_are_held_where_something_needs_them_all(monkeypatch, why):
-    strategy = streaming(monkeypatch) if why != "a small round" else average_of()
+    strategy = average_of() if why == "a small round" else streaming(monkeypatch, **NEEDS_ALL[why])
     strategy.keeps_updates = why == "diagnostics"
     if why == "counts that nothing supports":
         strategy.partition_sizes = {}
-    answers = all_answers(strategy, network().state_dict())
-    strategy.accept(1, answer(*answers[0]))
+    answers = [answer(*each) for each in all_answers(strategy, network().state_dict())]
+    assert strategy.begin_sums(1) == {}  # workers sum nothing either
+    strategy.accept(1, answers[0])
     assert strategy.running is None
     assert strategy.validation.accepted["client-0"].arrays
+    strategy.aggregate_train(1, answers[1:])
+    assert len(strategy.report.accepted) == 5
 
 
 def test_diagnostics_change_no_bit_of_a_large_round_in_which_a_reply_is_rejected(monkeypatch):
