@@ -221,6 +221,12 @@ rows:
 """
 
 
+def two_runs(output: Path) -> tuple[Recipe, Options, list[Run]]:
+    """The recipe with two rows, one seed, and its runs."""
+    recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
+    return recipe, how, list(runs_needed(recipe, recipe.cells, how, output, ()))
+
+
 FINITE = "failed: round 7: the server update gave values that are not finite"
 
 
@@ -260,9 +266,10 @@ def ran(
     output: Path,
     monkeypatch: pytest.MonkeyPatch,
     ending: Callable[[Run], str | None] = lambda run: "no reason",
+    kind: type[FakeTasks] = FakeTasks,
 ) -> tuple[list[str], str, dict[str, str]]:
     """(names of the runs that are started, what the runner prints, the failed runs)."""
-    tasks = FakeTasks(ending)
+    tasks = kind(ending)
     monkeypatch.setattr(runner, "RayTasks", tasks)
     with io.StringIO() as text:
         console = Console(file=text, soft_wrap=True, highlight=False)
@@ -270,9 +277,14 @@ def ran(
         return tasks.started, text.getvalue(), failed
 
 
+def while_waiting(sleep: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runner sleeps so. Not `time.sleep` itself: threads of earlier tests call it too."""
+    clock = SimpleNamespace(sleep=sleep, time=time.time, monotonic=time.monotonic)
+    monkeypatch.setattr(runner, "time", clock)
+
+
 def test_a_run_of_another_config_does_not_count_is_named_and_run_again(tmp_path, monkeypatch):
-    recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
-    odd, other = runs_needed(recipe, recipe.cells, how, tmp_path, ())
+    recipe, how, (odd, other) = two_runs(tmp_path)
     make_odd(fake_run(odd, 0.5))
     fake_run(other, 0.25)
     assert odd.finished() is None
@@ -603,8 +615,7 @@ def test_where_every_tuned_value_diverges_one_is_run_with_the_other_seeds_and_th
 
 
 def test_an_interrupted_run_of_other_defaults_starts_from_scratch(tmp_path):
-    recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
-    run = next(runs_needed(recipe, recipe.cells, how, tmp_path, ()))
+    *_, (run, _) = two_runs(tmp_path)
     attempt = fake_run(run, 0.5)
     (attempt / "summary.json").unlink()
     (attempt / "checkpoints").mkdir()
@@ -615,8 +626,7 @@ def test_an_interrupted_run_of_other_defaults_starts_from_scratch(tmp_path):
 
 
 def test_progress_is_that_of_the_newest_attempt(tmp_path):
-    recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
-    run = next(runs_needed(recipe, recipe.cells, how, tmp_path, ()))
+    *_, (run, _) = two_runs(tmp_path)
     started = runner.ActiveRun(run, None, runner.TaskID(0))
     assert started.new_rounds() == 0
     fake_run(run, 0.5, "1-old")
@@ -677,8 +687,7 @@ def test_seeds_asked_for_later_are_run_with_what_the_first_seed_chose(tmp_path, 
 
 
 def test_a_failure_is_said_once_with_its_reason_and_its_log(tmp_path, monkeypatch):
-    recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
-    run, _ = runs_needed(recipe, recipe.cells, how, tmp_path, ())
+    recipe, how, (run, _) = two_runs(tmp_path)
     started, printed, failed = ran(recipe, how, tmp_path, monkeypatch, lambda run: "no [b]data")
     assert sorted(started) == sorted(failed)
     line = f"failed FedAvg, result, seed 0: no [b]data (log: {run.folder / 'log.txt'})"
@@ -788,8 +797,7 @@ def test_a_run_that_another_runner_locked_first_is_left_to_it(tmp_path, monkeypa
 
 def test_rounds_that_another_runner_does_count_once(tmp_path, monkeypatch):
     """It locks the run just before our task, which sees two of its rounds, and finishes later."""
-    recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
-    one, other = runs_needed(recipe, recipe.cells, how, tmp_path, ())
+    recipe, how, (one, other) = two_runs(tmp_path)
     fake_run(other, 0.5)
     one.folder.mkdir()
     locks = []
@@ -805,20 +813,15 @@ def test_rounds_that_another_runner_does_count_once(tmp_path, monkeypatch):
         (one.folder / "attempt" / "summary.json").write_text(json.dumps({"status": "finished"}))
         locks[0].close()
 
-    clock = SimpleNamespace(sleep=sleep, time=time.time, monotonic=time.monotonic)
-    monkeypatch.setattr(runner, "time", clock)
-    monkeypatch.setattr(runner, "RayTasks", Others(lambda run: None))
-    with io.StringIO() as text:
-        console = Console(file=text, soft_wrap=True, highlight=False)
-        runner.run_recipe(recipe, recipe.cells, how, tmp_path, Resources(), console)
-        assert "finished by another runner" in text.getvalue()
-        assert " 2/2 " in text.getvalue().splitlines()[-1]
+    while_waiting(sleep, monkeypatch)
+    _, printed, _ = ran(recipe, how, tmp_path, monkeypatch, lambda run: None, Others)
+    assert "finished by another runner" in printed
+    assert " 2/2 " in printed.splitlines()[-1]
 
 
 def test_a_run_that_has_failed_in_another_runner_is_not_run_again(tmp_path, monkeypatch):
     """It is under way there at first; of an earlier failure nothing is said."""
-    recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
-    one, other = runs_needed(recipe, recipe.cells, how, tmp_path, ())
+    recipe, how, (one, other) = two_runs(tmp_path)
     fake_run(other, 0.5)
     one.folder.mkdir()
     lock = claimed(one)
@@ -827,9 +830,7 @@ def test_a_run_that_has_failed_in_another_runner_is_not_run_again(tmp_path, monk
         fake_run(one, 0.1, status="failed: no reason")
         lock.close()
 
-    # Not `time.sleep` itself: threads that earlier tests have left call it too.
-    clock = SimpleNamespace(sleep=sleep, time=time.time, monotonic=time.monotonic)
-    monkeypatch.setattr(runner, "time", clock)
+    while_waiting(sleep, monkeypatch)
     started, printed, failed = ran(recipe, how, tmp_path, monkeypatch)
     assert started == []
     assert "waiting for 1 run of other runners" in printed
@@ -839,8 +840,7 @@ def test_a_run_that_has_failed_in_another_runner_is_not_run_again(tmp_path, monk
 @pytest.mark.parametrize(("ends", "word"), [("failed: no disk", ""), ("finished", "finished")])
 def test_a_clock_that_was_wrong_does_not_hide_a_result(ends, word, tmp_path, monkeypatch):
     """A failure of tomorrow is run again, once: the result is older by its name and time."""
-    recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
-    one, other = runs_needed(recipe, recipe.cells, how, tmp_path, ())
+    recipe, how, (one, other) = two_runs(tmp_path)
     fake_run(other, 0.5)
     failed = fake_run(one, 0.1, "20991231-000000-fedavg-digits", status="failed: no disk")
     os.utime(failed / "summary.json", 2 * (time.time() + 86400,))
@@ -938,6 +938,21 @@ def test_tables_of_a_recipe_before_and_after_a_value_was_changed_are_told_apart(
 # --- the report -------------------------------------------------------------------------------
 
 
+A_AND_B = "config: {num-clients: 2}\nrows:\n  A: {method: fedavg}\n  B: {method: fedprox}\n"
+
+
+def judged_sides(
+    text: str, *sides: dict[int, float], seeds: Sequence[int] = (0,)
+) -> list[JudgedClaim]:
+    """The claims of this recipe, with these numbers by seed of its rows A and B."""
+    recipe = parse_recipe(text, Path("c.yaml"))
+    results = {
+        (name, "result"): Result(recipe.cell(name, "result"), {}, by_seed, len(by_seed))
+        for name, by_seed in zip("AB", sides, strict=True)
+    }
+    return judge_claims(recipe, results, options(seeds=list(seeds)))
+
+
 @pytest.mark.parametrize(
     ("left", "right", "above", "word", "detail"),
     [
@@ -957,17 +972,8 @@ def test_tables_of_a_recipe_before_and_after_a_value_was_changed_are_told_apart(
 )
 def test_a_claim_is_judged_over_paired_seeds(left, right, above, word, detail):
     """3 seeds: t(0.975, 2) = 4.303; sd 0.289 reaches 0.72, sd 3.51 reaches 8.7."""
-    recipe = parse_recipe(
-        "config: {num-clients: 2}\nrows:\n  A: {method: fedavg}\n  B: {method: fedprox}\n"
-        "claims: [A above B in result]\n",
-        Path("c.yaml"),
-    )
-    results = {
-        (name, "result"): Result(recipe.cell(name, "result"), {}, by_seed, len(by_seed))
-        for name, by_seed in (("A", left), ("B", right))
-    }
-    claim = Claim("", "A", "B", above, "result")
-    (found,) = judge_claims(replace(recipe, claims=[claim]), results, options())
+    claim = f"A {'above' if above else 'below'} B in result"
+    (found,) = judged_sides(f"{A_AND_B}claims: [{claim}]\n", left, right)
     assert found.verdict == word
     assert detail in found.detail
 
@@ -988,16 +994,9 @@ def test_verdicts_are_counted():
 
 
 def test_claims_of_different_kinds_on_the_same_runs_all_count():
-    recipe = parse_recipe(
-        "config: {num-clients: 2}\nrows:\n  A: {method: fedavg}\n  B: {method: fedprox}\n"
-        "claims: [A above B in result, A below B in result, A within 1 of B in result]\n",
-        Path("c.yaml"),
-    )
-    results = {
-        (name, "result"): Result(recipe.cell(name, "result"), {}, by_seed, len(by_seed))
-        for name, by_seed in (("A", {0: 52.0, 1: 52.1}), ("B", {0: 50.0, 1: 50.0}))
-    }
-    found = tally(judge_claims(recipe, results, options()))
+    claims = "A above B in result, A below B in result, A within 1 of B in result"
+    text = f"{A_AND_B}claims: [{claims}]\n"
+    found = tally(judged_sides(text, {0: 52.0, 1: 52.1}, {0: 50.0, 1: 50.0}))
     assert found.startswith("1 reproduced, 2 not reproduced; where"), found
 
 
@@ -1221,13 +1220,7 @@ def test_a_run_without_the_number_due_counts_against_its_claim(reason, word, has
 
 
 def test_after_two_seeds_of_which_one_never_reached_it_a_second_is_not_what_decides():
-    recipe = parse_recipe(times, Path("t.yaml"))
-    numbers = {"A": {0: 6.0, 1: 5.0}, "B": {0: 6.0, 1: float("inf")}}
-    results = {
-        (name, "result"): Result(recipe.cell(name, "result"), {}, by_seed, 2)
-        for name, by_seed in numbers.items()
-    }
-    (claim,) = judge_claims(recipe, results, options(seeds=[0, 1]))
+    (claim,) = judged_sides(times, {0: 6.0, 1: 5.0}, {0: 6.0, 1: math.inf}, seeds=[0, 1])
     assert (claim.verdict, claim.decide) == ("inconclusive", "more seeds")
 
 
