@@ -6,7 +6,6 @@ Host has to be this machine by a local name (a name of another site could be mad
 Content-Security-Policy too. Any local port may stand in Host: ssh forwards from other ports.
 """
 
-import hashlib
 import hmac
 import socket
 import threading
@@ -34,6 +33,7 @@ from keel.views.charts import static_file
 from keel.views.compare_page import Group, View, grouped, view_of
 from keel.views.store import Entry, Store, number, text_of
 from protocol.config import keel_version
+from protocol.files import digest
 from server_app.history import HistoryReader
 
 LOCAL_HOSTS = {"127.0.0.1", "localhost", "::1"}
@@ -59,7 +59,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self.app, self.token = app, token
-        self.cookie = "keel-ui-" + hashlib.sha256(token.encode()).hexdigest()[:8]
+        self.cookie = f"keel-ui-{digest(token.encode())[:8]}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -185,18 +185,17 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
             return entry
         raise NoRun
 
+    @app.exception_handler(NoRun)
     def no_run(request: Request, error: Exception) -> HTMLResponse:
         return page("error.html.j2", 404, problem="There is no such run (any more).")
 
+    @app.exception_handler(404)
     def no_page(request: Request, error: Exception) -> HTMLResponse:
         return page("error.html.j2", 404, problem="There is no such page.")
 
+    @app.exception_handler(500)
     def failed(request: Request, error: Exception) -> HTMLResponse:
         return page("error.html.j2", 500, problem=f"{type(error).__name__}: {text_of(error)}")
-
-    app.add_exception_handler(500, failed)
-    app.add_exception_handler(NoRun, no_run)
-    app.add_exception_handler(404, no_page)
 
     # --- runs ---------------------------------------------------------------------------------
 
@@ -424,7 +423,7 @@ def run_rows(store: Store) -> list[dict[str, Any]]:
                 "best": number(summary.get("best_accuracy")),
                 "seed": text_of(config.get("seed", "?"), 20),
                 "seeds": sorted(seeds.get(settings.get(entry.id, ""), ())),
-                "setting": settings.get(entry.id, entry.id)[:16],
+                "setting": settings.get(entry.id, entry.id),
                 "changed": entry.changed,
                 "kind": kind_of(entry.state),
             }
@@ -440,7 +439,7 @@ def kind_of(state: str) -> str:
 
 def digest_of(value: Any) -> str:
     """A short digest of anything; equal values have equal ones."""
-    return hashlib.sha256(repr(value).encode(errors="replace")).hexdigest()[:16]
+    return digest(repr(value).encode(errors="replace"))
 
 
 def unchanged() -> Response:

@@ -4,7 +4,6 @@ A run directory may hold anything: what is damaged, too large, or no plain file 
 is named in the run's `problem`. A page reaches a run by its id, which is a digest and no path.
 """
 
-import hashlib
 import os
 import stat
 import threading
@@ -25,6 +24,7 @@ from keel.runs import (
     short_source,
     uses,
 )
+from protocol.files import digest
 from protocol.text import in_one_line
 from server_app.history import HISTORY_FILE, HistoryReader, load_long_json
 from server_app.summary import SUMMARY_FILE
@@ -72,7 +72,7 @@ class Entry:
         """A digest of what the run uses but the seed and paths: equal for runs that only repeat."""
         keys = [k for k in sorted(self.config) if k not in NOT_A_SETTING and uses(self.config, k)]
         text = repr([(key, self.config[key]) for key in keys])
-        return hashlib.sha256(text.encode(errors="replace")).hexdigest()
+        return digest(text.encode(errors="replace"))
 
     @cached_property
     def is_simulated(self) -> bool:
@@ -124,7 +124,7 @@ class Store:
         with self.lock:
             found: dict[str, tuple[tuple[int, ...], Entry]] = {}
             for directory in self._directories():
-                run_id = hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]
+                run_id = digest(os.fsencode(directory))
                 found[run_id] = self._looked_up(run_id, directory)
             self._entries = found
             entries = sorted((e for _, e in found.values()), key=lambda e: (-e.changed, e.name))
