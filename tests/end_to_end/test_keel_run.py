@@ -96,7 +96,7 @@ def test_a_terminal_that_closes_stops_the_run_cleanly(home):
     assert summary_of(only_run(home))["status"] == "stopped"
 
 
-def test_a_second_ctrl_c_ends_the_run_at_once(home, capsys):
+def test_a_second_ctrl_c_ends_the_run_at_once(home):
     with long_run() as process:
         for line in process.stdout:
             if line.startswith("round      2/"):
@@ -168,17 +168,6 @@ def test_a_run_whose_end_could_not_be_written_is_completed_by_a_resume(
     assert same_bits(all_models(whole), all_models(cut))
     assert read_manifest(cut)["code"] == read_manifest(whole)["code"]
     assert unfinished(cut) == ""
-
-
-def test_a_finished_run_is_resumed_for_more_rounds_only(home, refusal):
-    assert main(["run", "run-name=b", *SMALL, "--clients", "2"]) == 0
-    assert "finished with keep-state = false, which removes" in refusal(
-        "resume", "b", "num-rounds=4"
-    )
-    assert main(["run", "run-name=a", *SMALL, "keep-state=true", "--clients", "2"]) == 0
-    assert "a has finished its 3 rounds: set more, such as num-rounds=6" in refusal("resume", "a")
-    assert main(["resume", "a", "num-rounds=4"]) == 0
-    assert [line["round"] for line in history_of(home / "runs" / "a")] == [1, 2, 3, 4]
 
 
 def test_resume_prints_which_checkpoint_it_skipped(home, capsys):
