@@ -66,6 +66,16 @@ def checkpoints_of(folder: Path) -> list[str]:
     return sorted(path.name[: len("round-00000")] for path in (folder / "checkpoints").iterdir())
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def other_run(one: Path) -> Path:
+    """The directory of the only other run beside it."""
+    [other] = {path for path in one.parent.iterdir() if path.is_dir()} - {one}
+    return other
+
+
 def checkpoint_of(folder: Path, name: str) -> Path:
     [path] = (folder / "checkpoints").glob(f"{name}-*.safetensors")
     return path
@@ -698,13 +708,13 @@ def test_no_readable_checkpoint_is_one_line_and_nothing_is_touched(run, damage):
         content = path.read_bytes()
         spoilt = {"empty": b"", "half": content[: len(content) // 2], "header": b"x" + content[1:]}
         path.write_bytes(spoilt[damage])
-    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    before = contents(folder)
     with pytest.raises(ValueError) as caught:
         resume(folder, num_rounds=4)
     assert str(caught.value).startswith(
         f"resume = {str(folder)!r}: no intact checkpoint (2 are damaged): restore "
     )
-    after = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    after = contents(folder)
     for name in ("history.jsonl", "model.safetensors", "summary.json"):
         assert after[folder / name] == before[folder / name]
 
@@ -726,7 +736,7 @@ def test_a_resume_on_changed_data_is_refused_and_changes_nothing(run, tmp_path, 
         changed, (images, labels)
     )
     make_npz(tmp_path / "a.npz", x_train=images, y_train=labels, **test)
-    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    before = contents(folder)
     if changed == "nothing" or (is_old and changed == "pixels"):
         resume(folder, num_rounds=3)
         return
@@ -735,7 +745,7 @@ def test_a_resume_on_changed_data_is_refused_and_changes_nothing(run, tmp_path, 
     with pytest.raises(ValueError, match=re.escape(expected)) as refusal:
         resume(folder, num_rounds=3)
     assert "\n" not in str(refusal.value)
-    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
+    assert contents(folder) == before
 
 
 def test_a_later_run_of_the_process_trains_on_what_the_file_holds_by_then(run, tmp_path):
@@ -773,7 +783,7 @@ def test_a_crash_while_a_round_is_recorded_loses_no_line(
     with pytest.raises(KeyboardInterrupt):
         run(keys)
     monkeypatch.setattr(owner, step, record)
-    [broken] = {p for p in whole.parent.iterdir() if p.is_dir()} - {whole}
+    broken = other_run(whole)
     resume(broken)
     assert_same_run(broken, whole)
 
@@ -875,7 +885,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_a_resume_goes_on(run, monkeypa
         with pytest.raises(OSError, match=r"No space left on device: '.*'$") as caught:
             run({"num-rounds": 4})
     assert "\n" not in str(caught.value)
-    [broken] = {p for p in whole.parent.iterdir() if p.is_dir()} - {whole}
+    broken = other_run(whole)
     assert not list(broken.rglob(".*.part"))
     resume(broken)
     assert_same_run(broken, whole)
@@ -998,11 +1008,11 @@ def test_a_resume_with_another_number_of_clients_is_refused_and_leaves_the_folde
 
 def test_a_resume_of_a_finished_run_without_more_rounds_is_refused_and_changes_nothing(run):
     folder = run({"num-rounds": 3})
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    before = contents(folder)
     for num_rounds in (3, 1):
-        with pytest.raises(ValueError, match="has finished its 3 rounds: set more, such as num-r"):
+        with pytest.raises(ValueError, match="its 3 rounds: set more, such as num-rounds=6"):
             resume(folder, num_rounds=num_rounds)
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert contents(folder) == before
 
 
 @pytest.mark.parametrize("keeps_state", [True, False])
@@ -1023,7 +1033,7 @@ def test_an_interrupted_run_that_is_ended_at_the_rounds_done_goes_on(run, interr
     assert_same_run(parts, whole)
 
 
-def test_an_interrupted_run_does_not_end_without_an_evaluation(run, interrupted):
+def test_an_interrupted_run_does_not_end_without_an_evaluation(interrupted):
     """It was finished, and had no accuracy at all."""
     parts = interrupted({"num-rounds": 10, "evaluate-every": 5}, 4)
     config = (parts / "config.json").read_bytes()
@@ -1042,15 +1052,10 @@ def test_a_path_with_dots_is_that_of_the_run(run, tmp_path):
     resume(tmp_path / "other" / ".." / "runs" / folder.name, num_rounds=2)
     assert summary_of(folder)["status"] == "finished"
     odd = folder.rename(folder.with_name("a (copy)"))
-    before = digests(odd)
+    before = contents(odd)
     with pytest.raises(ValueError, match=r"expected a name of letters, .*: rename the directory"):
         resume(odd, num_rounds=3)
-    assert digests(odd) == before
-
-
-def digests(folder: Path) -> dict[Path, bytes]:
-    """The content of each file."""
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert contents(odd) == before
 
 
 def test_a_damaged_summary_does_not_stop_a_resume_without_a_checkpoint(run, interrupted):
@@ -1079,7 +1084,7 @@ def test_a_resumed_run_is_verified(run, interrupted, keys):
     assert all(check.passed for check in checks(parts, 3))
 
 
-def test_a_round_whose_digest_was_not_noted_is_noted_by_the_resume(run, interrupted, monkeypatch):
+def test_a_round_whose_digest_was_not_noted_is_noted_by_the_resume(run, monkeypatch):
     """A kill in between ended the noting of all later rounds, which verified nothing."""
     note = server_app.rounds.note_round
 
@@ -1220,7 +1225,7 @@ def test_when_all_fail_the_run_ends_saying_why_and_can_go_on_from_before(run, sp
     assert text.startswith("round 3: 0 accepted replies, min-replies = 1. client-0000")
     assert all(re.search(rf"client-000{i}[:,] ", text) for i in range(4))
     assert "\n" not in text
-    [broken] = {p for p in whole.parent.iterdir() if p.is_dir()} - {whole}
+    broken = other_run(whole)
     assert summary_of(broken)["status"] == f"failed: {text}"
     assert [line["round"] for line in history_of(broken)] == [1, 2]
     newest, _ = read_arrays(checkpoint_of(broken, "round-00002"))
