@@ -175,7 +175,7 @@ def test_simulated_noise_repeats_and_is_another_for_another_client_round_or_seed
     assert len(seen) == len(others)
 
 
-def test_a_real_sites_noise_is_not_the_run_seeds(monkeypatch):
+def test_a_real_sites_noise_is_not_the_run_seeds():
     """The server knows the run's seed: it could subtract noise that comes from it."""
     arrays = arrays_from(6)
     releases = [privatise(arrays, private_round(is_simulated=False)) for _ in range(3)]

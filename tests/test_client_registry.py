@@ -321,7 +321,7 @@ def keys(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("state", ["away", "hung", "back"])
-def test_another_key_with_a_known_name_is_refused(keys, fleet, monkeypatch, caplog, state):
+def test_another_key_with_a_known_name_is_refused(keys, fleet, caplog, state):
     """Registered as d, it calls itself b: the review's impostor took the place of a client away."""
     grid, roster, registry = fleet
     real = grid.nodes.pop(2)

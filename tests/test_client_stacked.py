@@ -395,7 +395,7 @@ def test_tied_weights_are_refused():
         check_stackable(method_of(config), config, torch.nn.Sequential(shared, shared))
 
 
-def test_dropout_is_refused_and_one_client_a_step_never(monkeypatch):
+def test_dropout_is_refused_and_one_client_a_step_never():
     dropout = torch.nn.Sequential(torch.nn.Dropout(0.5))
     for num, is_refused in ((1, False), (2, True)):
         config = make_config(clients_per_step=num)

@@ -414,7 +414,7 @@ def test_the_digest_of_a_split_is_of_all_that_it_depends_on():
     assert len({same, digest(5), *(digest(**keys) for keys in others)}) == 5
 
 
-def test_a_message_from_a_server_with_other_code_is_refused(monkeypatch):
+def test_a_message_from_a_server_with_other_code_is_refused():
     config = resolve_config(SMALL)
     source = open_source(config)
     record = request_record(RosterRequest(config, dataset_spec_of(config, source)))

@@ -415,7 +415,7 @@ def test_damaged_long_json_is_a_value_error():
         load_long_json(b'{"a": }')
 
 
-def test_a_line_names_the_first_clients_and_counts_all(tmp_path):
+def test_a_line_names_the_first_clients_and_counts_all():
     reasons = {f"c{i}": "late" for i in range(150)}
     line = condensed(json.dumps(client_line(1, []) | {"left_out": reasons}).encode())
     assert (len(line["left_out"]), line["num_left_out"]) == (100, 150)

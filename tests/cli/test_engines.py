@@ -109,7 +109,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_run_goes_on_while_its_superlink_restarts(tmp_path, monkeypatch, end):
+def test_a_run_goes_on_while_its_superlink_restarts(monkeypatch, end):
     """The log breaks off, and for a while nobody answers: the run was called failed."""
     answers = iter([RuntimeError(f"{superlink_unavailable}."), "running", end])
     stopped = []

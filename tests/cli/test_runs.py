@@ -465,7 +465,7 @@ def test_a_terminal_as_narrow_as_a_name_gets_the_names(two, monkeypatch, printed
         assert "one-of-a-long-name" in printed(*words)
 
 
-def test_compare_names_an_option_only_of_the_method_that_has_it(two, capsys):
+def test_compare_names_an_option_only_of_the_method_that_has_it(two):
     path = two / "other" / "config.json"
     config = json.loads(path.read_text())
     config["config"] |= {"method": "fedcka", "fedcka.mu": 7.0, "moon.mu": 7.0}

@@ -232,7 +232,7 @@ def test_clients_of_another_architecture_are_compared_at_features_and_logits(run
     assert found == pytest.approx(cka_as_printed(*reps), rel=1e-4)
 
 
-def test_a_monitor_holds_one_models_weights_at_a_time(run, monkeypatch):
+def test_a_monitor_holds_one_models_weights_at_a_time():
     """What is kept of each client is small: the views of its reps, none of its weights."""
     comparison = server_app.diagnostics.comparison.Comparison
     config = resolve_config(SMALL)

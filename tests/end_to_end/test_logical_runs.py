@@ -57,7 +57,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("method", CASES)
-def test_bits_do_not_depend_on_the_workers(run, tmp_path, method, monkeypatch):
+def test_bits_do_not_depend_on_the_workers(run, tmp_path, method):
     keys = SMALL | KEYS | {"method": method, "output-dir": str(tmp_path)} | CASES[method]
     whole = run(keys)
     one = run_inline(keys, NUM_CLIENTS, num_workers=1)
@@ -330,7 +330,7 @@ def last_first(pull):
     return pull_messages
 
 
-def test_nothing_is_asked_of_clients_that_are_not_sampled(run, tmp_path, monkeypatch):
+def test_nothing_is_asked_of_clients_that_are_not_sampled(run, monkeypatch):
     asked, answer = [], InlineGrid.answer
 
     def recorded(grid, message):

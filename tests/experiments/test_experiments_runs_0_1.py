@@ -130,7 +130,7 @@ def test_a_job_is_continued_wherever_its_recipe_was(output):
 # --- keel experiments list --------------------------------------------------------------------
 
 
-def test_the_list_counts_finished_runs_and_extrapolates_their_time(output, monkeypatch):
+def test_the_list_counts_finished_runs_and_extrapolates_their_time(output):
     recipe = parse_recipe(RECIPE, Path("renamed.yaml"))
     rates = measured_rates(output)
     first, second = (run.finished() for run in runs_of(recipe, output))

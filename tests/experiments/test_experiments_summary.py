@@ -278,7 +278,7 @@ def test_the_papers_own_setting_counts_more_than_steps_and_seeds(more, less):
     assert weight(judged(**more)) > weight(judged(**less))
 
 
-def test_runs_on_folders_of_one_name_stay_apart(tmp_path):
+def test_runs_on_folders_of_one_name_stay_apart():
     one, two = (without_folders({"source": f"folder:/{p}/cifar10"})["source"] for p in ("a", "b"))
     assert one != two
     assert one == without_folders({"source": "folder:/a/cifar10"})["source"]

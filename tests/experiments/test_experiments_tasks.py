@@ -79,7 +79,7 @@ def test_a_machine_with_other_data_is_unfit(tmp_path):
     assert reason.startswith(f"has other data for source = 'digits', with the digest {digest}, ")
 
 
-def test_a_run_is_not_executed_on_a_machine_that_has_joined_with_other_data(run, monkeypatch):
+def test_a_run_is_not_executed_on_a_machine_that_has_joined_with_other_data(run):
     asked = []
     remote = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *a: asked.append(a)))
     config, other = resolve_config(run.keys), resolve_config({"source": "svhn"})

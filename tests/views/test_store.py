@@ -34,7 +34,7 @@ def test_a_run_of_0_1_is_shown_under_todays_names(tmp_path):
     assert lines[1]["rejected"] == 0
 
 
-def test_a_changed_file_is_read_again_and_an_unchanged_one_is_not(tmp_path, monkeypatch):
+def test_a_changed_file_is_read_again_and_an_unchanged_one_is_not(tmp_path):
     run = make_run(tmp_path / "a", {"method": "fedavg"}, 5, num_written=1, status="running")
     store = Store([tmp_path])
     (before,) = store.runs().values()
