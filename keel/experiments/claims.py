@@ -53,8 +53,8 @@ class JudgedClaim:
     runs: equal for claims that say the same about the same runs, each at its round `read_at`.
     remarks: what to know beside the verdict, joined by "; ": "at round 200 instead of 500" if the
     runs are read at another round than the paper reads, "at 40% of the local steps" if a scaled run
-    has fewer than the paper there, "after 4 of 5 seeds" if the verdict comes before all seeds of the
-    recipe, and all that were asked for, have ended, "inconclusive with the planned 3 seeds" if
+    has fewer than the paper there, "after 4 of 5 seeds" if the verdict comes before all seeds of
+    the recipe, and all that were asked for, have ended, "inconclusive with the planned 3 seeds" if
     seeds were added, whether the two numbers are read differently, and whether the paper's effect
     lies outside the interval.
     """
