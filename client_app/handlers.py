@@ -577,20 +577,33 @@ def copy_from_networks(update: Update, ctx: RoundContext) -> None:
 
 
 def check_update(method: Method, update: Any) -> None:
-    """TypeError if what came of local training is no `Update`, or a mean loss is no number."""
+    """TypeError if what came of local training is no `Update` with fields of the right types."""
+    source: Callable[..., Any] = method.phases
+    if type(method).train is not Method.train:
+        source = method.train
+    elif isinstance(method, LocalObjective) and type(method).phases is LocalObjective.phases:
+        source = method.finish
     if not isinstance(update, Update):
-        source: Callable[..., Any] = method.phases
-        if type(method).train is not Method.train:
-            source = method.train
-        elif isinstance(method, LocalObjective) and type(method).phases is LocalObjective.phases:
-            source = method.finish
         raise TypeError(f"{place_of(source)} returned {type(update).__name__}: expected an Update")
-    for term, value in update.terms.items():
+    for name in ("arrays", "extra", "terms", "state"):
+        found = getattr(update, name)
+        what = "" if isinstance(found, Mapping) else type(found).__name__
+        if not what and name in ("arrays", "extra"):
+            others = (key for key, each in found.items() if not isinstance(each, torch.Tensor))
+            what = next((f"{type(found[key]).__name__} in {key!r}" for key in others), "")
+        if what:
+            kind = {"terms": "numbers", "state": "dicts of tensors"}.get(name, "tensors")
+            raise TypeError(
+                f"{place_of(source)}: Update.{name} is {what}: expected a dict of {kind}"
+            )
+    numbers: dict[str, Any] = {"num_steps": update.num_steps}
+    numbers |= {f"terms[{term!r}]": value for term, value in update.terms.items()}
+    for name, value in numbers.items():
         try:
             float(value)
         except (TypeError, ValueError) as error:
             raise TypeError(
-                f"{type(method).__name__}: Update.terms[{term!r}] is {value!r}: expected a number"
+                f"{type(method).__name__}: Update.{name} is {value!r}: expected a number"
             ) from error
 
 

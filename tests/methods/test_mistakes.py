@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from client_app.handlers import check_state
+from client_app.handlers import check_state, check_update
 from client_app.method import Update, phases_of
 from client_app.methods import method_class
 from client_app.methods.fedavg import FedAvg
@@ -113,6 +113,24 @@ def test_client_state_of_another_form_is_named(kind, state: Any, found):
     update = Update(arrays={}, num_steps=1, terms={}, state=state)
     with pytest.raises(TypeError, match=re.escape(found)):
         check_state(kind(), update)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "found"),
+    [
+        ("arrays", None, ": Update.arrays is NoneType: expected a dict of tensors"),
+        ("arrays", {"w": np.zeros(3)}, ": Update.arrays is ndarray in 'w': expected a dict of"),
+        ("extra", {"v": 3.0}, ": Update.extra is float in 'v': expected a dict of tensors"),
+        ("terms", None, ": Update.terms is NoneType: expected a dict of numbers"),
+        ("state", None, ": Update.state is NoneType: expected a dict of dicts of tensors"),
+        ("num_steps", "many", "Update.num_steps is 'many': expected a number"),
+    ],
+)
+def test_an_update_with_a_field_of_another_type_is_named(field, value: Any, found):
+    """A NumPy array ended a round with: 'numpy.ndarray' object has no 'untyped_storage'."""
+    fields = {"arrays": {}, "num_steps": 1, "terms": {}} | {field: value}
+    with pytest.raises(TypeError, match=re.escape(found)):
+        check_update(FedAvg(), Update(**fields))
 
 
 def test_phases_that_yield_nothing_are_named():
