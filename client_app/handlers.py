@@ -629,11 +629,6 @@ def check_state(method: Method, update: Update) -> None:
             raise TypeError(
                 f"{named}[{odd[0]!r}] is {arrays[odd[0]].dtype}: expected one of {allowed}"
             )
-    if isinstance(method, LocalObjective) and method.uses_previous and not method.is_stateful:
-        raise TypeError(
-            f"{type(method).__name__}.uses_previous keeps the local model as client state: set "
-            "is_stateful = True"
-        )
     if bool(update.state) != method.is_stateful:
         name, has = type(method).__name__, "returned" if update.state else "returned no"
         raise TypeError(

@@ -309,8 +309,6 @@ def state_round_trip(subject: Subject) -> None:
         method.is_stateful == bool(state),
         f"is_stateful = {method.is_stateful}, and `train` returns state {sorted(state) or 'none'}",
     )
-    if isinstance(method, LocalObjective) and method.uses_previous:
-        require(method.is_stateful, "uses_previous needs is_stateful = True")
     if not state:
         raise NotApplicable("stateless")
     empty = [group for group, arrays in state.items() if not arrays]

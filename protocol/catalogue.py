@@ -177,6 +177,11 @@ def options_class(path: Path, name: str) -> type[Any]:
         if is_checked and value not in allowed:
             names = ", ".join(map(repr, allowed))
             raise ValueError(f"{path}: {name}.{flag} = {value!r}: expected one of {names}")
+    if getattr(found, "uses_previous", False) and not getattr(found, "is_stateful", True):
+        raise ValueError(
+            f"{path}: {name}.uses_previous = True: the previous model is client state; set "
+            "is_stateful: ClassVar[bool] = True"
+        )
     if path.parent == methods_folder and not name.startswith("_"):
         _check_functions(path, name)
     return found

@@ -91,11 +91,6 @@ class Stateful(FedAvg):
     is_stateful: ClassVar[bool] = True
 
 
-@dataclass(frozen=True)
-class ReadsPrevious(LocalObjective):
-    uses_previous: ClassVar[bool] = True
-
-
 @pytest.mark.parametrize(
     ("kind", "state", "found"),
     [
@@ -106,7 +101,6 @@ class ReadsPrevious(LocalObjective):
         (Stateful, {"m": {0: torch.zeros(3)}}, "Stateful: Update.state['m'] has [0]: expected str"),
         (Stateful, {"a/b": {"w": torch.zeros(3)}}, "no '/' in the first"),
         (Stateful, {"m": {"w": torch.zeros(3) * 1j}}, "['w'] is torch.complex64: expected one of"),
-        (ReadsPrevious, {"model": {"w": torch.zeros(3)}}, "set is_stateful = True"),
     ],
 )
 def test_client_state_of_another_form_is_named(kind, state: Any, found):
@@ -272,6 +266,17 @@ def test_a_flag_with_a_value_that_means_nothing_is_refused(flag, value, allowed,
     )
     expected = f"{path}: Mine.{flag.partition(':')[0]} = {value!r}: expected one of {allowed}"
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        options_class(path, "Mine")
+
+
+def test_the_previous_model_without_client_state_is_refused_before_training(tmp_path):
+    """The first round was trained, and then each client failed."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from client_app.objective import LocalObjective\n\n\n"
+        "class Mine(LocalObjective):\n    uses_previous = True\n"
+    )
+    with pytest.raises(ValueError, match=r"Mine.uses_previous = True: .*; set is_stateful"):
         options_class(path, "Mine")
 
 
