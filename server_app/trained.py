@@ -149,6 +149,11 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
             own = arrays | state["head"] | head_from_server(path, client, lines)
         if own is None:
             why = f"there is no personal model of it under {path / 'clients'}"
+            if state:
+                why = (
+                    f"its client state has the groups {', '.join(map(repr, state))}: a personal "
+                    "model is read from 'model', 'personal' or 'head'"
+                )
             if not method.is_personal:
                 why = f"{config.rounds.method} trains a global model only: leave out the client"
             raise ValueError(f"client = {client!r}: {why}")

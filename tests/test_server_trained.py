@@ -8,6 +8,7 @@ from PIL import Image
 from run_fixtures import history_of, summary_of
 
 import keel
+from client_app.state import StateFolder
 from server_app.summary import newest_version
 from server_app.trained import IMAGES_AT_A_TIME, grey, load_model
 
@@ -113,3 +114,15 @@ def test_a_damaged_state_of_a_client_is_named_and_left_as_it_is(run, caplog):
 def test_a_client_of_a_method_without_personal_models_has_none(trained):
     with pytest.raises(ValueError, match="client-0000': fedavg trains a global model only: leave"):
         load_model(trained, "client-0000")
+
+
+def test_client_state_under_other_names_is_named(run):
+    """It said that there was no personal model, although the file was there."""
+    folder = run({"method": "fedreco", "local-test-fraction": 0.2, "num-rounds": 1})
+    clients = folder / "clients" / "client-0000"
+    for path in clients.glob("round-*"):
+        path.unlink()
+    StateFolder(clients).save(1, {"mine": {"w": torch.zeros(1)}})
+    words = r"client-0000': its client state has the groups 'mine': .*'personal' or 'head'"
+    with pytest.raises(ValueError, match=words):
+        load_model(folder, "client-0000")
