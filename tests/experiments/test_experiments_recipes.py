@@ -19,7 +19,7 @@ from data.partitions import partition_indices, stratified_share
 from keel.experiments import plan, preflight
 from keel.experiments.claims import (
     JudgedClaim,
-    early_of,
+    elsewhere_of,
     judge_claims,
     share_of_steps,
     what_decides,
@@ -653,11 +653,11 @@ def test_seconds_a_round_are_judged_by_the_samples_of_the_whole_cohort(tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("scale", "changes", "early"),
+    ("scale", "changes", "elsewhere"),
     [
         ("paper", {}, []),
         ("paper", {"num-rounds": 45}, ["at round 45 instead of 100"]),
-        ("paper", {"num-rounds": 200}, []),
+        ("paper", {"num-rounds": 200}, ["at round 200 instead of 100"]),
         (
             "day",
             {"num-rounds": 50, "local-epochs": 10, "data-fraction": 1.0},
@@ -665,13 +665,13 @@ def test_seconds_a_round_are_judged_by_the_samples_of_the_whole_cohort(tmp_path,
         ),
     ],
 )
-def test_runs_that_end_before_the_paper_reads_its_number_are_named(tmp_path, scale, changes, early):
+def test_runs_read_at_another_round_than_the_papers_are_named(tmp_path, scale, changes, elsewhere):
     """Also where the recipe names no round, as the paper reads the last one."""
     cells = selected(load_recipe("fedcka-table-2"), ["FedAvg", "FedCKA", "alpha 5"])
     options = Options(scale, changes, [0], full_grid=False)
     sides = [result_of(cell, options, tmp_path) for cell in cells]
     runs = [run_of(s.cell, s.candidate or {}, 0, options, tmp_path) for s in sides]
-    assert early_of(sides, runs) == early
+    assert elsewhere_of(sides, runs) == elsewhere
 
 
 RCL = {"preset": "fedrcl-table1-cifar10"}  # 5 epochs of 10 batches
