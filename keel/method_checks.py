@@ -24,12 +24,14 @@ from client_app.samples import Pixels, Step
 from client_app.setup import dataset_spec_of, model_for, open_source
 from client_app.state import StateFolder
 from keel.cli.new_method import placeholders
+from models import StagedModel
 from protocol.catalogue import FLAGS, method_spec
 from protocol.code import line_in_method
 from protocol.config import RunConfig, default_config, resolve_config
 from protocol.messages import Arrays, TrainRequest
 from protocol.options import OptionValue, keys_of, parse_options
 from server_app.inline import run_inline
+from server_app.trained import stored_model
 from strategies import server_half, strategy_for
 from strategies.sampling import name_of
 
@@ -388,12 +390,19 @@ def flags_are_consistent(subject: Subject) -> None:
         )
     server_half(name)
     update, ctx = subject.trained(config), subject.round(config, 2, {})
-    is_personal = method.personal_model(ctx, update.state) is not None
+    personal = method.personal_model(ctx, update.state)
     require(
-        method.is_personal == is_personal,
+        method.is_personal == (personal is not None),
         f"is_personal = {method.is_personal}, and personal_model "
-        f"{'returns a model' if is_personal else 'returns None'}",
+        f"{'returns None' if personal is None else 'returns a model'}",
     )
+    stored = stored_model(update.state, ctx.received)
+    if stored and isinstance(personal, StagedModel):
+        require(
+            not difference(stored, dict(personal.state_dict())),
+            "personal_model returns another model than `keel predict --client` reads from client "
+            f"state, of the groups {', '.join(map(repr, update.state))}: store the same in 'model'",
+        )
     if method.personal_models_start_alike():
         states: list[Arrays] = []
         for k in range(2):

@@ -5,7 +5,7 @@ names = model.predict(images)          # uint8 [N, H, W], [N, H, W, C] or [N, C,
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,9 +144,7 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
         done = lines[-1]["round"] if lines else END
         check_is_newest(newest_version(path / "clients" / client, done), client, lines)
         state = StateFolder(path / "clients" / client, END, reads_only=True).load(done + 1)
-        own = state.get("model") or state.get("personal")
-        if own is None and "head" in state:
-            own = arrays | state["head"] | head_from_server(path, client, lines)
+        own = stored_model(state, arrays, lambda: head_from_server(path, client, lines))
         if own is None:
             why = f"there is no personal model of it under {path / 'clients'}"
             if state:
@@ -202,6 +200,19 @@ def check_is_newest(version: Path | None, client: str, history: Sequence[Line]) 
             f"client = {client!r}: it trained in round {trained}, and {version} is older: "
             f"`keel resume {run.name}` repeats the rounds since then"
         )
+
+
+def stored_model(
+    state: Mapping[str, Arrays], received: Arrays, server_head: Callable[[], Arrays] = dict
+) -> Arrays | None:
+    """The personal model in client state: whole, or a head for the received model; else None.
+
+    server_head: parts of the head that the server combines.
+    """
+    whole = state.get("model") or state.get("personal")
+    if whole or "head" not in state:
+        return whole
+    return received | state["head"] | server_head()
 
 
 def head_from_server(directory: Path, client: str, history: Sequence[Line]) -> Arrays:

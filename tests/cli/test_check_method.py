@@ -164,6 +164,27 @@ def test_a_personal_model_that_starts_with_the_clients_own_weights_needs_no_flag
     assert result.reason.startswith("starts_alike = True, but the personal models of two")
 
 
+def test_a_personal_model_that_predict_would_not_use_is_named(monkeypatch, tmp_path):
+    only = {name: check for name, check in keel.method_checks.CHECKS.items() if "flags" in name}
+    monkeypatch.setattr(keel.method_checks, "CHECKS", only)
+
+    @dataclass(frozen=True)
+    class Mixed(METHODS["ditto"]):
+        """Evaluates the middle between the stored and the received model, as APFL does."""
+
+        def personal_model(self, ctx, state):
+            model = super().personal_model(ctx, state)
+            own = model.state_dict()
+            model.load_state_dict({k: (v + ctx.received[k]) / 2 for k, v in own.items()})
+            return model
+
+    with_method(monkeypatch, "ditto", Mixed)
+    [result] = check_method("ditto", tmp_path)
+    assert result.outcome == "FAIL"
+    assert "personal_model returns another model than `keel predict --client`" in result.reason
+    assert "groups 'personal'" in result.reason
+
+
 def test_nothing_else_is_checked_without_the_options_defaults(monkeypatch, tmp_path):
     defaults = {k: v for k, v in default_config().items() if k != "fedprox.mu"}
     monkeypatch.setattr(keel.method_checks, "default_config", lambda: defaults)
