@@ -1,6 +1,7 @@
 """A site's own limits and ledger: they hold whatever the server asks for."""
 
 import fcntl
+import itertools
 import json
 import math
 import re
@@ -331,6 +332,10 @@ def test_a_kill_while_a_release_is_recorded_costs_no_budget(source):
     ledger.charge(private(), limits, {"round": 3})
     assert ledger.path.read_bytes().startswith(whole)
     assert [json.loads(line)["round"] for line in ledger_lines(source)] == [1, 2, 3]
+    # all of it but its newline
+    ledger.path.write_bytes(ledger.path.read_bytes()[:-1])
+    ledger.newest.write_bytes(newest)
+    assert ledger.spent() == pytest.approx(3 * noise_multiplier(0.5, 1e-5) ** -2)
     # the first line ever
     ledger.path.write_bytes(part)
     ledger.newest.unlink()
@@ -338,9 +343,9 @@ def test_a_kill_while_a_release_is_recorded_costs_no_budget(source):
     ledger.charge(private(), limits, {"round": 1})
     assert len(ledger_lines(source)) == 1
     # a line that was recorded whole, and was cut since
-    for known in (True, False):  # False: as before Keel noted the newest line
-        ledger.path.write_bytes(whole[:-30])
-        ledger.newest.write_bytes(newest) if known else ledger.newest.unlink()
+    for known, cut in itertools.product((True, False), (2, 30)):  # 2: its digest is still there
+        ledger.path.write_bytes(whole[:-cut])  # not known: as before Keel noted the newest line
+        ledger.newest.write_bytes(newest) if known else ledger.newest.unlink(missing_ok=True)
         with pytest.raises(PrivacyRefused, match="damaged"):
             check_limits(private(), limits)
 
