@@ -144,7 +144,7 @@ def check_privacy_limits(source: str) -> Iterator[Finding]:
     limits = site_limits({})
     found = {key: os.environ.get(variable_of(key)) for key in KEYS}
     stated = [f"{key} = {value}" for key, value in found.items() if value]
-    yield fine(f"privacy limits: {', '.join(stated) or 'none'}")
+    yield fine(f"privacy limits: {', '.join(stated) or 'none in the environment'}")
     if math.isfinite(limits.budget_epsilon):
         spent = spent_epsilon({"source": source}, limits.budget_delta)
         yield fine(
