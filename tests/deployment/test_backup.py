@@ -23,7 +23,12 @@ assert sys.argv[1] == "run"
 [volume] = [w.removesuffix(":ro") for w in sys.argv if ":/volume" in w]
 folder = os.path.abspath("volumes/" + volume.removesuffix(":/volume"))
 os.makedirs(folder, exist_ok=True)  # as Docker does
-command = [w.replace("/volume", folder) for w in sys.argv[sys.argv.index("keel") + 1:]]
+at = sys.argv.index("keel")  # the image, whose own entrypoint writes a banner, as NVIDIA's do
+command = [w.replace("/volume", folder) for w in sys.argv[at + 1:]]
+if "--entrypoint" in sys.argv:
+    command.insert(0, sys.argv[sys.argv.index("--entrypoint") + 1])
+else:
+    print("banner", flush=True)
 os.execvp(command[0], command)
 """
 
@@ -47,7 +52,7 @@ def machine(tmp_path):
             ["sh", "-c", commands], cwd=tmp_path, env=env, text=True, timeout=60, check=False,
             capture_output=True,
         )  # fmt: skip
-        return done.stdout.splitlines()
+        return [line for line in done.stdout.splitlines() if line != "banner"]
 
     return tmp_path, run
 
