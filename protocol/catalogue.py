@@ -177,7 +177,8 @@ def options_class(path: Path, name: str) -> type[Any]:
         if is_checked and value not in allowed:
             names = ", ".join(map(repr, allowed))
             raise ValueError(f"{path}: {name}.{flag} = {value!r}: expected one of {names}")
-    if getattr(found, "uses_previous", False) and not getattr(found, "is_stateful", True):
+    lacks_state = getattr(found, "uses_previous", False) and not getattr(found, "is_stateful", True)
+    if lacks_state and not name.startswith("_"):  # a method may set what its base does not
         raise ValueError(
             f"{path}: {name}.uses_previous = True: the previous model is client state; set "
             "is_stateful: ClassVar[bool] = True"

@@ -280,6 +280,16 @@ def test_the_previous_model_without_client_state_is_refused_before_training(tmp_
         options_class(path, "Mine")
 
 
+def test_a_base_class_may_leave_the_flag_of_client_state_to_the_method(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from client_app.objective import LocalObjective\n\n\n"
+        "class _Base(LocalObjective):\n    uses_previous = True\n\n\n"
+        "class Mine(_Base):\n    is_stateful = True\n"
+    )
+    assert options_class(path, "Mine").is_stateful
+
+
 def test_an_import_of_what_is_not_there_is_named_with_its_file(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("from protocol.options import at_leest\n\n\nclass Mine:\n    pass\n")
