@@ -73,8 +73,9 @@ def paper_round_read(cell: Cell, run: Run) -> int:
 
 
 def reads_elsewhere(cell: Cell, run: Run) -> bool:
-    """Whether the cell's number is of an earlier or later round than the paper's."""
-    return not run.is_scaled and last_round_read(cell, run) != paper_round_read(cell, run)
+    """Whether the run ends before the round that the paper reads, or goes on past its number."""
+    read, due = last_round_read(cell, run), paper_round_read(cell, run)
+    return not run.is_scaled and (read < due or (read > due and cell.paper is not None))
 
 
 def keys_not_read(cell: Cell) -> set[str]:
