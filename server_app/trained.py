@@ -23,7 +23,7 @@ from client_app.state import StateFolder
 from models import StagedModel
 from protocol.files import digest
 from protocol.messages import Arrays
-from protocol.text import in_one_line
+from protocol.text import in_one_line, shortened
 from server_app.history import HISTORY_FILE, Line, whole_lines
 from server_app.run_directory import read_arrays
 from server_app.summary import newest_version, read_manifest, read_run_config, round_of
@@ -147,6 +147,8 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
         own = stored_model(state, arrays, lambda: head_from_server(path, client, lines))
         if own is None:
             why = f"there is no personal model of it under {path / 'clients'}"
+            others = sorted(p.name for p in (path / "clients").glob("*") if p.name != client)
+            why += f", which has state of {shortened(others)}" * bool(others)
             if state:
                 why = (
                     f"its client state has the groups {', '.join(map(repr, state))}: a personal "

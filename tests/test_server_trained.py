@@ -116,6 +116,12 @@ def test_a_client_of_a_method_without_personal_models_has_none(trained):
         load_model(trained, "client-0000")
 
 
+def test_of_a_client_that_is_not_there_the_others_are_named(run):
+    folder = run({"method": "fedreco", "local-test-fraction": 0.2, "num-rounds": 1})
+    with pytest.raises(ValueError, match="/clients, which has state of client-0000, client-0001"):
+        load_model(folder, "client-00")
+
+
 def test_client_state_under_other_names_is_named(run):
     """It said that there was no personal model, although the file was there."""
     folder = run({"method": "fedreco", "local-test-fraction": 0.2, "num-rounds": 1})
