@@ -738,9 +738,9 @@ def mismatch(arrays: Arrays, expected: Arrays, with_values: bool = True) -> str:
     for name, like in expected.items():
         got = arrays[name]
         if got.shape != like.shape:
-            return f"array {name!r} is {list(got.shape)}, the global model's is {list(like.shape)}"
+            return f"array {name!r} is {list(got.shape)}, expected {list(like.shape)}"
         if got.dtype != like.dtype:
-            return f"array {name!r} is {got.dtype}, the global model's is {like.dtype}"
+            return f"array {name!r} is {got.dtype}, expected {like.dtype}"
         if with_values and got.is_floating_point() and not is_finite(got):
             return f"array {name!r} holds {int((~got.isfinite()).sum())} values that are not finite"
     return ""

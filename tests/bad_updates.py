@@ -66,11 +66,9 @@ class Kind:
 KINDS = {
     "NaN": Kind(lambda r, sent: with_value(r, torch.nan), "holds 1 values that are not finite"),
     "infinity": Kind(lambda r, sent: with_value(r, torch.inf), "values that are not finite"),
-    "wrong shape": Kind(
-        lambda r, sent: with_array(r, lambda a: a[None]), "the global model's is ["
-    ),
+    "wrong shape": Kind(lambda r, sent: with_array(r, lambda a: a[None]), "expected ["),
     "wrong dtype": Kind(
-        lambda r, sent: with_array(r, torch.Tensor.double), "is torch.float64, the global model's"
+        lambda r, sent: with_array(r, torch.Tensor.double), "is torch.float64, expected"
     ),
     "extra key": Kind(
         lambda r, sent: replace(r, arrays=r.arrays | {"backdoor": torch.ones(3)}),

@@ -317,11 +317,11 @@ bad_replies = {
     "extra": (lambda r: with_array(r, "head", torch.zeros(1)), "'head' is unknown (1 too many)"),
     "shape": (
         lambda r: with_array(r, "0.weight", torch.zeros(3, 2)),
-        "'0.weight' is [3, 2], the global model's is [2, 3]",
+        "'0.weight' is [3, 2], expected [2, 3]",
     ),
     "dtype": (
         lambda r: with_array(r, "0.bias", torch.zeros(2, dtype=torch.float64)),
-        "'0.bias' is torch.float64, the global model's is torch.float32",
+        "'0.bias' is torch.float64, expected torch.float32",
     ),
     "nan": (lambda r: poisoned(r, math.nan), "'0.weight' holds 1 values that are not finite"),
     "inf": (lambda r: poisoned(r, math.inf), "'0.weight' holds 1 values that are not finite"),
