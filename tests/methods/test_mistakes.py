@@ -270,24 +270,17 @@ def test_a_flag_with_a_value_that_means_nothing_is_refused(flag, value, allowed,
 
 
 def test_the_previous_model_without_client_state_is_refused_before_training(tmp_path):
-    """The first round was trained, and then each client failed."""
-    path = tmp_path / "mine.py"
-    path.write_text(
-        "from client_app.objective import LocalObjective\n\n\n"
-        "class Mine(LocalObjective):\n    uses_previous = True\n"
-    )
+    """The first round was trained, and then each client failed. A base class may leave it out."""
+    for value in (False, True):
+        path = tmp_path / f"mine_{value}.py"
+        path.write_text(
+            "from client_app.objective import LocalObjective\n\n\n"
+            "class _Base(LocalObjective):\n    uses_previous = True\n\n\n"
+            f"class Mine(_Base):\n    is_stateful = {value}\n"
+        )
     with pytest.raises(ValueError, match=r"Mine.uses_previous = True: .*; set is_stateful"):
-        options_class(path, "Mine")
-
-
-def test_a_base_class_may_leave_the_flag_of_client_state_to_the_method(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(
-        "from client_app.objective import LocalObjective\n\n\n"
-        "class _Base(LocalObjective):\n    uses_previous = True\n\n\n"
-        "class Mine(_Base):\n    is_stateful = True\n"
-    )
-    assert options_class(path, "Mine").is_stateful
+        options_class(tmp_path / "mine_False.py", "Mine")
+    assert options_class(tmp_path / "mine_True.py", "Mine").is_stateful
 
 
 def test_an_import_of_what_is_not_there_is_named_with_its_file(tmp_path):
