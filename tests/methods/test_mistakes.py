@@ -271,16 +271,16 @@ def test_a_flag_with_a_value_that_means_nothing_is_refused(flag, value, allowed,
 
 def test_the_previous_model_without_client_state_is_refused_before_training(tmp_path):
     """The first round was trained, and then each client failed. A base class may leave it out."""
-    for value in (False, True):
-        path = tmp_path / f"mine_{value}.py"
+    for name, body in (("bad", "pass"), ("good", "is_stateful = True")):
+        path = tmp_path / f"{name}.py"
         path.write_text(
             "from client_app.objective import LocalObjective\n\n\n"
             "class _Base(LocalObjective):\n    uses_previous = True\n\n\n"
-            f"class Mine(_Base):\n    is_stateful = {value}\n"
+            f"class Mine(_Base):\n    {body}\n"
         )
     with pytest.raises(ValueError, match=r"Mine.uses_previous = True: .*; set is_stateful"):
-        options_class(tmp_path / "mine_False.py", "Mine")
-    assert options_class(tmp_path / "mine_True.py", "Mine").is_stateful
+        options_class(tmp_path / "bad.py", "Mine")
+    assert options_class(tmp_path / "good.py", "Mine").is_stateful
 
 
 def test_an_import_of_what_is_not_there_is_named_with_its_file(tmp_path):
