@@ -283,6 +283,25 @@ def test_a_personal_run_that_withholds_says_that_there_is_nothing_to_report(
     assert any("no accuracy at all: fedreco is evaluated on clients" in m for m in caplog.messages)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_withholding_metrics_changes_no_bit_of_what_is_trained(method, tmp_path, no_pictures):
+    """Accuracies measured with exact metrics are therefore those of a run that withholds them."""
+    saved = []
+    for metrics in ("exact", "withheld"):
+        config = {
+            **make_config(method=method, privacy__epsilon=0.5, privacy__metrics=metrics).flat,
+            "num-rounds": 2, "local-test-fraction": 0.2, "keep-state": True,
+            "output-dir": str(tmp_path / metrics),
+        }  # fmt: skip
+        directory = run_inline(config, 3)
+        files = directory.rglob("*.safetensors")
+        saved.append({path.relative_to(directory): path.read_bytes() for path in files})
+    assert saved[0] == saved[1]
+    folders = {path.parts[0] for path in saved[0]}
+    assert "checkpoints" in folders
+    assert ("clients" in folders) == (method == "fedreco")
+
+
 def test_sizes_are_public_and_count_for_weighting(sites, tmp_path):
     query, train, *_ = sent_by(sites[0], tmp_path)
     entry = json.loads(query["roster"]["entry"])

@@ -1029,6 +1029,41 @@ def test_fedprocs_schedule_is_of_the_papers_rounds_and_shrinks_with_them():
             assert found == (1 if is_control else length), (scale, changes)
 
 
+FEDINTRS_CODE = {
+    "FedIntR": {"fedintr.first-use": "initial", "fedintr.reduction": "batch"},
+    "MOON": {"moon.projection": "mlp-side", "moon.reduction": "batch", "moon.first-use": "initial"},
+    "FedCKA": {"fedcka.projection": "mlp-side", "fedcka.first-use": "initial"},
+    "FedProx": {"fedprox.squared": False},
+}
+FEDRCLS_CODE = {"balanced-order": "sequential", "clip-norm": 10.0, "weighting": "uniform"}
+FEDCKAS_SCAFFOLD = {  # the form that collapses as in the paper, whose code is not public
+    "scaffold.momentum-form": "niid-bench",
+    "scaffold.control-weighting": "uniform",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "column", "form"),
+    [
+        *(("fedintr-table-1", row, "*", form) for row, form in FEDINTRS_CODE.items()),
+        *(("fedintr-table-3", row, "*", form) for row, form in FEDINTRS_CODE.items()),
+        *(("fedintr-table-4", f"{row} (*", "*", form) for row, form in FEDINTRS_CODE.items()),
+        ("fedintr-table-1", "*", "CIFAR-100", {"init": "fan-in", "frozen-statistics": "batch"}),
+        ("fedcka-table-2", "SCAFFOLD", "*", FEDCKAS_SCAFFOLD),
+        ("fedrcl-table-1", "*", "*", FEDRCLS_CODE),
+        ("fedrcl-table-1", "FedRCL", "*", {"fedrcl.mining": "hard"}),
+    ],
+)
+def test_rows_have_the_forms_that_the_papers_tables_had(name, row, column, form):
+    cells = load_recipe(name).cells
+    found = [c for c in cells if fnmatch(c.row.name, row) and fnmatch(c.column.name, column)]
+    assert found
+    for cell in found:
+        keys = run_of(cell, cell.candidates[0], 0, PAPER, Path()).keys
+        config = resolve_config(keys).flat
+        assert form == {key: config[key] for key in form}, (cell.row.name, cell.column.name)
+
+
 @pytest.mark.parametrize("scale", SCALES)
 def test_a_fedproc_run_with_a_schedule_of_its_own_length_counts_as_one_without(scale, tmp_path):
     cell = load_recipe("fedrcl-table-1").cell("FedProc", "CIFAR-10, alpha 0.05, 1000R")
