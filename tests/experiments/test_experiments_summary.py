@@ -246,7 +246,8 @@ def test_one_run_decides_one_of_two_headlines_that_name_later_rounds(tmp_path):
     assert early.endswith("| reproduced; at round 200 instead of 500; not the paper's setting |")
     assert late.endswith(" | not tested |")
     assert page.count(f"{claim}, 1000 rounds: ") == 0
-    assert "rounds: accuracy over rounds, mean over seeds](" in page  # without a paper's value
+    # without a paper's value, with what departs from the paper
+    assert "rounds: accuracy over rounds, mean over seeds; num-rounds 200 (paper: 1000)](" in page
 
 
 def test_a_run_that_gets_to_both_rounds_decides_both_headlines(tmp_path):
