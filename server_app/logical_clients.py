@@ -2,8 +2,8 @@
 
 `LogicalGrid` looks like a grid with a node for every client. It sends each worker, a node of the
 grid below, one message with its share of the round's clients. In training, unless the workers sum
-the arrays, the smallest eighth of many clients is sent in a second one, so that nobody idles at the
-end. The model is in each message once.
+the arrays, the smallest eighth of many clients is sent after it, in messages of its own, and of
+these the smallest eighth again, so that nobody idles at the end. The model is in each message once.
 """
 
 import itertools
@@ -21,8 +21,8 @@ from protocol.flower_compat import assign_message_id, has_own_clients, is_in_pro
 from protocol.messages import Arrays, find_record, simulated_content, simulated_replies, tensors
 from strategies.sampling import FIRST_NODE
 
-TAIL_SHARE = 8  # the last 1 / 8 of the clients are sent in messages of their own
-MIN_TAIL = 4  # clients per worker, at least, for such messages
+TAIL_SHARE = 8  # the last 1 / 8 of the clients are sent in messages of their own, and so on
+MIN_TAIL = 4  # clients per worker, at least, of which such a share is taken
 
 
 def place(times: Sequence[float], seconds_per_unit: Sequence[float]) -> list[list[int]]:
@@ -146,17 +146,19 @@ class LogicalGrid(OwnGrid):
     def parts(self, times: Sequence[float], is_training: bool) -> list[tuple[int, list[int]]]:
         """(worker, places in `times`) of each message, the large ones first.
 
-        One per worker, and in training one more unless the workers sum.
+        One per worker, and in training smaller ones after it unless the workers sum.
         """
         num_workers = len(self.workers)
         mean = statistics.fmean(self.seconds_per_unit.values() or [1.0])
         rates = [self.seconds_per_unit.get(worker, mean) for worker in self.workers]
-        in_order = sorted(range(len(times)), key=lambda i: -times[i])
-        has_tail = is_training and num_workers > 1 and len(times) >= MIN_TAIL * num_workers
-        has_tail = has_tail and not self.summing  # each message brings a sum
-        num_tail = len(times) // TAIL_SHARE if has_tail else 0
+        left, sections = sorted(range(len(times)), key=lambda i: -times[i]), []
+        if is_training and num_workers > 1 and not self.summing:  # each message would bring a sum
+            while len(left) >= MIN_TAIL * num_workers:
+                num_now = len(left) - len(left) // TAIL_SHARE
+                sections.append(left[:num_now])
+                left = left[num_now:]
         found = []
-        for part in (in_order[: len(times) - num_tail], in_order[len(times) - num_tail :]):
+        for part in [*sections, left]:
             placed = place([times[i] for i in part], rates)
             for worker, share in zip(self.workers, placed, strict=True):
                 if share:

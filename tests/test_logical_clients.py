@@ -91,9 +91,19 @@ def optimum_of_equals(times, num_workers):
     return min(map(max, loads))
 
 
-@given(st.lists(st.integers(1, 50), min_size=12, max_size=14), st.integers(2, 3))
-def test_two_messages_a_worker_are_played_within_four_thirds_of_the_optimum(times, num_workers):
+def some_times(num):
+    return st.lists(st.integers(1, 50), min_size=num, max_size=num + 2)
+
+
+@given(
+    st.one_of(
+        st.tuples(some_times(12), st.integers(2, 3)),
+        st.tuples(st.one_of(some_times(30), some_times(64)), st.just(2)),
+    )
+)
+def test_several_messages_a_worker_are_played_within_four_thirds_of_the_optimum(case):
     """Whoever is idle first plays the next message, as in Ray."""
+    times, num_workers = case
     grid = LogicalGrid(InlineGrid(client_app.app.app, simulated_nodes(num_workers)), len(times))
     parts = grid.parts([float(time) for time in times], is_training=True)
     assert len(parts) > num_workers
@@ -265,11 +275,15 @@ def test_a_second_measurement_of_a_worker_counts_as_much_as_what_was_known():
         assert grid.seconds_per_unit == {worker: expected}
 
 
-def test_many_clients_of_workers_that_do_not_sum_are_sent_in_two_parts():
+def test_many_clients_of_workers_that_do_not_sum_are_sent_in_parts_that_get_smaller():
     grid = LogicalGrid(Nodes(3), 40)
     assert len(grid.parts([1.0] * 11, is_training=True)) == 3
     assert len(grid.parts([1.0] * 12, is_training=True)) == 3 + 1
     assert len(grid.parts([1.0] * 12, is_training=False)) == 3
+    parts = grid.parts([float(time) for time in range(200)], is_training=True)
+    # the longest first: 175 clients, then 22, then 3
+    assert [len(places) for _, places in parts] == [59, 58, 58, 7, 7, 8, 1, 1, 1]
+    assert [max(places) for _, places in parts[::3]] == [199, 24, 2]
     grid.summing = Summing({}, {}, {}, lambda nodes, sums: None)
     assert len(grid.parts([1.0] * 12, is_training=True)) == 3
 

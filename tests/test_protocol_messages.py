@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import pickle
 from dataclasses import fields, replace
 
@@ -23,6 +24,8 @@ from protocol.messages import (
     array_record,
     last_accepted_round_of,
     message_content,
+    mismatch,
+    out_of_range,
     payload_bytes,
     read_reply,
     read_request,
@@ -121,6 +124,22 @@ def test_one_value_that_is_not_finite_is_found(value, place):
     assert all_finite({"a": array, **counter})
     array[place] = value
     assert not all_finite({"a": array, **counter})
+
+
+def test_client_and_server_check_an_array_in_one_pass_until_it_changes(monkeypatch):
+    passes = []
+    look = torch.Tensor.aminmax
+    monkeypatch.setattr(torch.Tensor, "aminmax", lambda array: passes.append(1) or look(array))
+    arrays = {"weight": torch.ones(3, 4)}
+    for _ in range(2):
+        assert all_finite(arrays)
+        assert mismatch(arrays, arrays) == ""
+        assert out_of_range(arrays, {"weight": 1.0}) == ""
+    assert len(passes) == 1
+    arrays["weight"][2, 1] = math.nan
+    assert not all_finite(arrays)
+    assert "not finite" in mismatch(arrays, arrays)
+    assert len(passes) == 2
 
 
 @pytest.mark.parametrize("evaluate", [True, False])

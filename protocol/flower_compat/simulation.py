@@ -15,7 +15,10 @@ from flwr.app import RecordDict
 from protocol.ray_nodes import MAX_WORKERS
 
 # variables that workers on other nodes get: Keel's, and those of the libraries that compute
-shared_prefixes = ("KEEL_", "OMP_", "MKL_", "TORCH", "CUBLAS_", "CUDNN_")
+shared_prefixes = (
+    *("KEEL_", "OMP_", "KMP_", "MKL_", "ONEDNN_", "DNNL_", "ATEN_", "TORCH", "PYTORCH_"),
+    *("CUBLAS_", "CUDNN_", "NVIDIA_TF32_OVERRIDE"),
+)
 own_variables = ("KEEL_ENGINE", "KEEL_WORKER")  # of the process that has them
 vce_api_name = "flwr.server.superlink.fleet.vce.vce_api"
 

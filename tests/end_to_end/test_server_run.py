@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import gc
 import json
 import logging
 import os
@@ -49,8 +50,11 @@ from keel.cli.runs import status_lines
 from keel.experiments.verify import checks
 from keel.runs import find_run
 from protocol.config import default_config, resolve_config
+from protocol.messages import TrainReply
 from protocol.seeds import seed_of
+from server_app.history import Line
 from server_app.inline import InlineGrid, run_inline
+from server_app.observers import RunObserver
 from server_app.rounds import DivergedError
 from server_app.run_directory import Checkpoint, RunDirectory, read_arrays
 from server_app.summary import read_manifest, remove_state
@@ -96,6 +100,24 @@ def test_freed_memory_is_given_back_twice_a_round_where_clients_are_elsewhere(
     monkeypatch.setattr(server_app.federation, "has_own_clients", lambda grid: has_own)
     run({"method": "fedavg", "num-rounds": 2})
     assert len(given_back) == expected
+
+
+class HeldUpdates(RunObserver):
+    """How many clients' updates this process holds when a round has been written."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+
+    def on_round(self, line: Line) -> None:
+        replies = (each for each in gc.get_objects() if type(each) is TrainReply)
+        self.found.append(sum(bool(reply.arrays) for reply in replies))
+
+
+def test_no_update_of_a_round_is_held_during_the_next(tmp_path):
+    observer = HeldUpdates()
+    keys = {"aggregation": "median", "num-rounds": 3, "output-dir": str(tmp_path)}  # needs them all
+    run_inline(SMALL | keys, NUM_CLIENTS, observers=[observer])
+    assert observer.found == [0, 0, 0]
 
 
 # --- what a run leaves -----------------------------------------------------------------------
