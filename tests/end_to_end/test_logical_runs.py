@@ -5,6 +5,7 @@ import os
 import queue
 import threading
 
+import numpy as np
 import pytest
 import torch
 from client_fixtures import add_small_cnn
@@ -35,6 +36,7 @@ from protocol.config import resolve_config
 from protocol.messages import tensors
 from server_app.exchange import Exchange
 from server_app.inline import InlineGrid, run_inline
+from server_app.observers import RunObserver
 from server_app.rounds import Run
 from server_app.run_directory import RunDirectory
 from server_app.simulated_roster import ByName
@@ -452,18 +454,34 @@ def test_clients_with_names_of_their_own_are_asked(tmp_path):
     assert len(line["personal"]["clients"]) == 3
 
 
-class StopInRound7:
+class StopInRound(RunObserver):
     """An observer that interrupts the run."""
 
-    def on_run_start(self, info):
-        """Nothing."""
+    def __init__(self, number):
+        self.number = number
 
     def on_round(self, line):
-        if line["round"] == 7:
+        if line["round"] == self.number:
             raise KeyboardInterrupt
 
-    def on_run_end(self, summary):
-        """Nothing."""
+
+@pytest.mark.slow
+def test_a_run_with_a_million_clients_resumes_with_the_same_bits(tmp_path):
+    num, pictures = 10**6, tmp_path / "pictures.npz"
+    images = np.random.default_rng(0).integers(0, 256, (num, 16, 16), dtype=np.uint8)
+    labels = np.arange(num) % 10
+    np.savez(pictures, x_train=images, y_train=labels, x_test=images[:50], y_test=labels[:50])
+    keys = {"source": f"npz:{pictures}", "model": "cnn-fedreco", "partition": "iid"}
+    keys |= {"method": "moon", "fraction-train": 10 / num, "num-rounds": 3, "keep-state": True}
+    keys |= {"diagnostics": "drift", "device": "cpu", "output-dir": str(tmp_path)}
+    whole = run_inline(keys | {"run-name": "whole"}, num)
+    part = keys | {"run-name": "part"}
+    with pytest.raises(KeyboardInterrupt):
+        run_inline(part, num, observers=[StopInRound(2)])
+    resume(tmp_path / "part", num)
+    assert same_bits(all_models(tmp_path / "part"), all_models(whole))
+    assert len(list((whole / "clients").iterdir())) <= 30
+    assert sum(path.stat().st_size for path in whole.rglob("*.json*")) < 10**7
 
 
 def test_scores_that_a_damaged_history_may_not_know_to_be_old_are_not_used(run, tmp_path):
@@ -474,7 +492,7 @@ def test_scores_that_a_damaged_history_may_not_know_to_be_old_are_not_used(run, 
         run_inline(
             SMALL | keys | {"output-dir": str(tmp_path), "run-name": "part"},
             NUM_CLIENTS,
-            observers=[StopInRound7()],
+            observers=[StopInRound(7)],
         )
     path = tmp_path / "part" / "history.jsonl"
     lines = path.read_text().splitlines(keepends=True)
