@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -192,6 +193,18 @@ def test_a_damaged_manifest_is_set_aside_on_a_resume(home, trained, no_pictures,
     assert main(["resume", "one", "num-rounds=3"]) == 0
     assert "manifest.json is damaged: it is not a JSON object" in caplog.text
     assert (copy / "manifest.json.damaged").read_text() == "[]"
+
+
+def test_a_cluster_that_is_gone_leaves_the_run_as_it_was(home, trained, refusal):
+    copy = shutil.copytree(trained, home / "runs" / "one")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        said = refusal("resume", "one", "num-rounds=3", "--engine", "flower", "--ray", address)
+    assert said.startswith(f"error: --ray {address}: nothing listens there")
+    files = sorted(path.relative_to(trained) for path in trained.rglob("*") if path.is_file())
+    assert files == sorted(path.relative_to(copy) for path in copy.rglob("*") if path.is_file())
+    assert all((trained / name).read_bytes() == (copy / name).read_bytes() for name in files)
 
 
 @pytest.mark.parametrize(
