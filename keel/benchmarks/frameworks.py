@@ -15,6 +15,7 @@ import signal
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -37,6 +38,7 @@ from keel.benchmarks.engine import (
     bare_rounds,
     history_of,
     keel_rounds,
+    median_wall,
     processes,
     round_costs,
 )
@@ -372,17 +374,21 @@ def installed(frameworks: Mapping[str, tuple[Any, str]]) -> Iterator[str]:
 
 
 def on_all_cores(options: BenchOptions) -> Iterator[Row]:
-    """W1 under `flwr run` with a worker a core, against the frameworks with a thread a core."""
+    """W1 under `flwr run` with a worker a core, against the frameworks with a thread a core.
+
+    Medians over all rounds and repetitions. Keel takes a turn before each of the others.
+    """
     count, cores = 2 if options.is_quick else options.rounds, num_cores()
     keys = {**WORKLOADS["W1"], "source": workload_source(options), "num-rounds": count}
-    for name in installed(FRAMEWORKS | AS_WRITTEN):
-        costs = (
-            keel_rounds(options.home, keys, bare.num_clients, cores)[1],
-            rounds_with(name, options, count, cores),
-        )
-        keel, other = (statistics.median(cost.wall_s for cost in each) for each in costs)
+    names, costs = [*installed(FRAMEWORKS | AS_WRITTEN)], defaultdict[str, list[RoundCost]](list)
+    for name in names * (1 if options.is_quick else options.repetitions):
+        costs["Keel"] += keel_rounds(options.home, keys, bare.num_clients, cores)[1]
+        costs[name] += rounds_with(name, options, count, cores)
+    for name in names:
+        keel, other = median_wall(costs["Keel"]), median_wall(costs[name])
         yield {
             "what": f"W1 on {cores} cores: flwr run / {name}, s a round",
+            "rounds": [len(costs["Keel"]), len(costs[name])],
             "ratio": round(keel / other, 3),
             "wall_seconds": [round(keel, 3), round(other, 3)],
         }
