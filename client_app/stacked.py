@@ -479,8 +479,7 @@ def train_phases(
                 for name, total in totals.items()
                 if name in names[n]
             },
-            taken[n],
-            functools.reduce(operator.add, rates[n], 0.0),
+            rates[n],
         )
         for n, plan in enumerate(plans)
     ]

@@ -84,11 +84,15 @@ class Duration:
 
 @dataclass(frozen=True)
 class Descent:
-    """The result of a phase: mean of each loss term, steps taken, sum of their learning rates."""
+    """The result of a phase: mean of each loss term, and the learning rate of each step."""
 
     terms: dict[str, float]
-    num_steps: int
-    total_lr: float
+    rates: Sequence[float]
+
+    @property
+    def num_steps(self) -> int:
+        """The steps taken."""
+        return len(self.rates)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +187,7 @@ def train_phase(ctx: RoundContext, phase: Phase) -> Descent:
     means = sums.read()
     if not all(map(math.isfinite, means.values())):
         ctx.faults.extend(filter(None, [sums.fault()]))
-    return Descent(means, len(rates), functools.reduce(operator.add, rates, 0.0))
+    return Descent(means, rates)
 
 
 def gradients_of(ctx: RoundContext, phase: Phase, inputs: Any) -> tuple[Any, Any, list[Any]]:

@@ -14,7 +14,8 @@ The paper uses plain SGD. With momentum rho, `momentum-form = "corrected"` (defa
 corrected gradients in the momentum and replaces K by K_rho, the total weight that the momentum
 steps give the K gradients. `niid-bench`, the benchmark of MOON's authors, accumulates the raw
 gradients, corrects the parameters after each step, outside the momentum, and uses K. Its c_i is up
-to 1 / (1 - rho) times larger, because momentum does not amplify its correction.
+to 1 / (1 - rho) times larger, because momentum does not amplify its correction. If the learning
+rate decays within a round, each step counts with its own in both.
 
 It diverges if eta K is too large: c_i is a gradient of the last round, and the further a client
 moves, the larger the next c_i. The paper's theorems bound eta by a constant over K. A client with
@@ -24,7 +25,7 @@ same number.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -44,10 +45,16 @@ log = logging.getLogger("keel.client")
 MAX_STEP_RATIO = 10  # largest over smallest number of steps of a client, without a warning
 
 
-def momentum_steps(num_steps: int, momentum: float) -> float:
-    """K_rho = (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho); K without momentum."""
-    k, rho = num_steps, momentum
-    return (k - rho * (1 - rho**k) / (1 - rho)) / (1 - rho)
+def momentum_length(rates: Sequence[float], momentum: float) -> float:
+    """K_rho eta: how far SGD with these learning rates moves along a gradient that is always 1.
+
+    With one rate eta, K_rho = (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho); K without momentum.
+    """
+    velocity = length = 0.0
+    for rate in rates:
+        velocity = momentum * velocity + 1
+        length += rate * velocity
+    return length
 
 
 def next_control_variate(c_i: Tensor, c: Tensor, w: Tensor, w_i: Tensor, k_eta: float) -> Tensor:
@@ -131,9 +138,8 @@ class Scaffold(LocalObjective):
         else:
             phase = replace(phase, step_offsets=[c_i[n] - c[n] for n in parameters])
         descent = yield phase
-        arrays, k = copy_of(model), descent.num_steps
-        steps = momentum_steps(k, train.momentum) if corrected else k
-        k_eta = steps * descent.total_lr / max(1, k)
+        arrays = copy_of(model)
+        k_eta = momentum_length(descent.rates, train.momentum if corrected else 0.0)
         next_c_i: Arrays = c_i
         if k_eta > 0:  # without a step c_i cannot be estimated
             next_c_i = {
@@ -143,4 +149,4 @@ class Scaffold(LocalObjective):
         extra = {f"dc.{name}": next_c_i[name] - c_i[name] for name in parameters}
         made_in = {"round": torch.tensor(ctx.round)}
         state = {"control": next_c_i, "control-before": c_i, "control-made": made_in}
-        return Update(arrays, k, descent.terms, extra, state)
+        return Update(arrays, descent.num_steps, descent.terms, extra, state)

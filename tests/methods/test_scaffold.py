@@ -20,7 +20,7 @@ from torch import nn
 
 import strategies.average
 from client_app.methods import method_of
-from client_app.methods.scaffold import Scaffold, momentum_steps, next_control_variate
+from client_app.methods.scaffold import Scaffold, momentum_length, next_control_variate
 from client_app.objective import LocalObjective, train_on_objective
 from client_app.samples import Step
 from client_app.setup import build_network
@@ -179,17 +179,26 @@ def test_it_reaches_the_joint_optimum_where_fedavg_stops_beside_it(form, momentu
 
 
 def algorithm_1(
-    clients, cohorts, *, lr, steps, momentum=0.0, form="corrected", eta_g=1.0, decay=1.0
+    clients,
+    cohorts,
+    *,
+    lr,
+    steps,
+    momentum=0.0,
+    form="corrected",
+    eta_g=1.0,
+    decay=1.0,
+    step_decay=1.0,
 ):
     """Lines 1 to 17 with option II on quadratics; with momentum as the file's top comment says."""
     w, c, c_i = 0.0, 0.0, dict.fromkeys(range(len(clients)), 0.0)
     for number, cohort in enumerate(cohorts):
-        eta = lr * decay**number
+        etas = [lr * decay**number * step_decay**j for j in range(steps)]
         models, changes = [], []
         for i in cohort:
             a, b = clients[i]
             theta, velocity = w, 0.0
-            for _ in range(steps):
+            for eta in etas:
                 gradient = a * (theta - b)
                 if form == "corrected":
                     gradient = gradient - c_i[i] + c
@@ -197,10 +206,10 @@ def algorithm_1(
                 theta = theta - eta * velocity
                 if form == "niid-bench":
                     theta = theta - eta * (c - c_i[i])
-            k = steps
-            if form == "corrected":  # how often each gradient has counted, added up
-                k = sum(momentum**n for j in range(steps) for n in range(j + 1))
-            new = c_i[i] - c + (w - theta) / (k * eta)
+            k_eta = sum(etas)
+            if form == "corrected":  # how much each gradient has counted, added up
+                k_eta = sum(eta * momentum**n for j, eta in enumerate(etas) for n in range(j + 1))
+            new = c_i[i] - c + (w - theta) / k_eta
             models.append(theta)
             changes.append(new - c_i[i])
             c_i[i] = new
@@ -222,6 +231,9 @@ THREE = [(1.0, 0.0), (4.0, 3.0), (2.0, -5.0)]
         {"form": "niid-bench"},
         {"lr_global": 0.5},
         {"lr_decay": 0.5},
+        {"lr_decay_epoch": 0.5},
+        {"lr_decay_epoch": 0.5, "momentum": 0.9},
+        {"lr_decay_epoch": 0.5, "momentum": 0.9, "form": "niid-bench"},
     ],
     ids=str,
 )
@@ -229,7 +241,7 @@ def test_rounds_with_partial_participation_are_algorithm_1(about):
     federation = Federation(THREE, lr=0.02, local_epochs=4, **about)
     for cohort in COHORTS:
         federation.play(cohort)
-    renamed = {"lr_global": "eta_g", "lr_decay": "decay"}
+    renamed = {"lr_global": "eta_g", "lr_decay": "decay", "lr_decay_epoch": "step_decay"}
     options = {renamed.get(k, k): v for k, v in about.items()}
     w, c, c_i = algorithm_1(THREE, COHORTS, lr=0.02, steps=4, **options)
     assert federation.theta == pytest.approx(w, rel=1e-9)
@@ -393,13 +405,11 @@ def test_the_clip_is_of_the_corrected_gradient():
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("steps", [0, 1, 2, 7])
-def test_k_rho_is_how_often_the_gradients_count(momentum, steps):
-    """Of a gradient that is always 1, a run of momentum SGD with rate 1 goes K_rho down."""
-    velocity = travelled = 0.0
-    for _ in range(steps):
-        velocity = momentum * velocity + 1
-        travelled += velocity
-    assert momentum_steps(steps, momentum) == pytest.approx(travelled, abs=1e-12)
+def test_with_one_rate_the_gradients_count_k_rho_times(momentum, steps):
+    """K_rho = (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho)"""
+    k, rho = steps, momentum
+    k_rho = (k - rho * (1 - rho**k) / (1 - rho)) / (1 - rho)
+    assert momentum_length([0.3] * k, rho) == pytest.approx(0.3 * k_rho, abs=1e-12)
 
 
 def test_option_ii_as_printed():
