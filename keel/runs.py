@@ -147,7 +147,7 @@ class SavedRun:
             ]
         except KeyError as error:
             path = self.directory / HISTORY_FILE
-            raise ValueError(f"{path} is damaged: a line has no key {error}") from error
+            raise ValueError(f"{path}: a line has no key {error}, as in an archive") from error
 
     @property
     def source(self) -> str:

@@ -28,7 +28,7 @@ from keel.experiments.runs import (
     read_json,
     status_of,
 )
-from protocol.config import resolve_config
+from protocol.config import default_config, resolve_config
 from protocol.files import digest, write_atomically
 from server_app.history import CURVES, DAMAGE, HISTORY_FILE, Line, read_history
 from server_app.summary import read_manifest
@@ -172,7 +172,10 @@ def restore(path: Path, output: Path, source: str = "") -> list[Path]:
             for other in archive.namelist():
                 if Path(other).parent == folder and other != name:
                     (to / Path(other).name).write_bytes(archive.read(other))
-            write_atomically(to / "config.json", json.dumps({"config": flat}).encode())
+            defaults = default_config()
+            changed = {k: v for k, v in flat.items() if k not in defaults or v != defaults[k]}
+            config = {"config": flat, "overrides": changed}  # or it would not be a run's
+            write_atomically(to / "config.json", json.dumps(config).encode())
         for name in archive.namelist():
             if name.startswith("jobs/"):
                 restore_job(json.loads(archive.read(name)), output, source.rstrip("/"))

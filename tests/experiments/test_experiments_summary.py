@@ -34,6 +34,7 @@ from keel.experiments.summary import (
     write_summary,
 )
 from keel.experiments.verify import unfinished, verify
+from keel.runs import SavedRun
 from protocol.config import resolve_config
 from protocol.files import digest
 from server_app.history import read_history
@@ -330,6 +331,21 @@ def test_restored_runs_are_finished_and_archive_as_before(output, tmp_path, refu
     assert {run.finished() for run in needed} == {*paths}
     assert pack(output, output / "histories") == [path]
     assert path.read_bytes() == before
+
+
+def test_restored_runs_are_listed_as_the_runs_that_they_copy(output, tmp_path, printed):
+    """Their config.json, which names no overrides, was taken for damaged."""
+    (path,) = pack(output, output / "histories")
+    again = tmp_path / "again"
+    listed = restore(path, again, f"folder:{tmp_path}/private/cifar10-jpg")
+    assert "fedcka-table-2" in printed("experiments", "list", "--output", str(again))
+    for directory in listed:
+        [row] = json.loads(printed("list", str(directory.parent), "--json"))
+        assert row["state"] == "finished"
+        run = SavedRun(directory)
+        assert resolve_config(run.overrides).flat == run.config
+    with pytest.raises(ValueError, match="a line has no key 'participants', as in an archive"):
+        run.rows()
 
 
 def test_runs_of_a_recipe_that_names_its_folder_are_found_where_they_are_restored(tmp_path):
