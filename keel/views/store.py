@@ -44,6 +44,7 @@ NOT_A_SETTING = {
 }
 ANYTHING = (*DAMAGE, RecursionError)  # raised by the content of a file
 text_of = in_one_line  # any value as one printable line
+Stamp = tuple[tuple[int, ...], str]  # of a run's files, as `Store._stamp` returns it
 
 
 @dataclass(frozen=True)
@@ -116,13 +117,13 @@ class Store:
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = [root.absolute() for root in roots]
         self.lock = threading.RLock()
-        self._entries: dict[str, tuple[tuple[int, ...], Entry]] = {}
+        self._entries: dict[str, tuple[Stamp, Entry]] = {}
         self._readers: dict[str, HistoryReader] = {}
 
     def runs(self) -> dict[str, Entry]:
         """Id to run of everything below the roots, the last changed first."""
         with self.lock:
-            found: dict[str, tuple[tuple[int, ...], Entry]] = {}
+            found: dict[str, tuple[Stamp, Entry]] = {}
             for directory in self._directories():
                 run_id = digest(os.fsencode(directory))
                 found[run_id] = self._looked_up(run_id, directory)
@@ -142,16 +143,16 @@ class Store:
             d for d in dict.fromkeys(found) if f"{os.path.realpath(d)}/".startswith(real)
         ]
 
-    def _looked_up(self, run_id: str, directory: Path) -> tuple[tuple[int, ...], Entry]:
-        """The run, from the cache unless a file changed."""
-        stamp, problem = self._stamp(directory)
+    def _looked_up(self, run_id: str, directory: Path) -> tuple[Stamp, Entry]:
+        """The run, from the cache unless a file changed, or can or cannot be read now."""
+        stamp = self._stamp(directory)
         known = self._entries.get(run_id)
         if known and known[0] == stamp:
             return known
-        return stamp, read_entry(run_id, directory, problem)
+        return stamp, read_entry(run_id, directory, problem=stamp[1])
 
     @staticmethod
-    def _stamp(directory: Path) -> tuple[tuple[int, ...], str]:
+    def _stamp(directory: Path) -> Stamp:
         """(times and sizes of the run's files, what is wrong with one of them)."""
         stamp, problem = [], ""
         for name in FILES:

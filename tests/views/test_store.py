@@ -34,6 +34,18 @@ def test_a_run_of_0_1_is_shown_under_todays_names(tmp_path):
     assert lines[1]["rejected"] == 0
 
 
+def test_a_file_that_can_be_read_now_is_read(tmp_path, monkeypatch):
+    """The page showed "no permission" until the run changed or `keel ui` was started again."""
+    refused = str(make_run(tmp_path / "a", {"method": "fedavg"}, 2) / "history.jsonl")
+    store, access = Store([tmp_path]), os.access
+    with monkeypatch.context() as patch:  # as mode 0 for who is not root
+        patch.setattr(os, "access", lambda path, mode: path != refused and access(path, mode))
+        (before,) = store.runs().values()
+        assert before.state == "unreadable: no permission to read history.jsonl"
+    (now,) = store.runs().values()
+    assert now.state == "finished"
+
+
 def test_a_changed_file_is_read_again_and_an_unchanged_one_is_not(tmp_path):
     run = make_run(tmp_path / "a", {"method": "fedavg"}, 5, num_written=1, status="running")
     store = Store([tmp_path])
