@@ -85,6 +85,8 @@ class SavedRun:
             self.config  # noqa: B018  # read for its error
         except ValueError:
             return f"{CONFIG_FILE} is damaged"
+        except OSError as error:  # such as another user's
+            return f"{CONFIG_FILE}: {error.strerror}"
         if self.is_running:
             return RUNNING
         if not self.summary:

@@ -227,7 +227,7 @@ def check_has_state(directory: Path) -> None:
 def has_finished(directory: Path) -> bool:
     """Whether the run has finished and its manifest says so: a kill in between leaves it open.
 
-    False where summary.json is damaged.
+    False where summary.json is damaged; a manifest that cannot be read says nothing.
     """
     try:
         if read_summary(directory)["status"] != "finished":
@@ -236,7 +236,7 @@ def has_finished(directory: Path) -> bool:
         return False
     try:
         return read_manifest(directory).get("files") != {}
-    except ValueError:
+    except (OSError, ValueError):
         return True
 
 

@@ -1,6 +1,7 @@
 """`keel status`, `list`, `stop`, `compare`, `predict`, `export`: reading whatever runs hold."""
 
 import csv
+import errno
 import fcntl
 import importlib.util
 import json
@@ -292,6 +293,34 @@ def test_a_damaged_file_breaks_no_list(two, printed, capsys, monkeypatch, file, 
     for command in (["status", "one"], ["compare", "one", "other"], ["export", "one", "--to=csv"]):
         main(command)  # whatever it answers, no traceback
         assert capsys.readouterr().err.count("\n") <= 1
+
+
+@pytest.mark.parametrize(
+    ("file", "state"),
+    [
+        ("config.json", "config.json: Permission denied"),
+        ("summary.json", "summary.json is damaged"),
+        ("manifest.json", "finished"),
+        ("history.jsonl", "finished"),
+    ],
+)
+def test_a_run_of_another_user_breaks_no_list(two, printed, monkeypatch, file, state):
+    """Where its config or manifest may not be read, no run was listed."""
+    refused = two / "one" / file
+    (two / "one" / "manifest.json").touch()
+
+    def refusing(read):
+        def read_or_refuse(path, *how):
+            if path == refused:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return read(path, *how)
+
+        return read_or_refuse
+
+    for name in ("read_text", "read_bytes"):  # the tests may run as root, who may read all
+        monkeypatch.setattr(Path, name, refusing(getattr(Path, name)))
+    states = {row["run"]: row["state"] for row in json.loads(printed("list", "--json"))}
+    assert states == {"one": state, "other": "finished"}
 
 
 @pytest.mark.parametrize("file", ["summary.json", "history.jsonl", "config.json", ".lock"])
