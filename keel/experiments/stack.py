@@ -1,6 +1,7 @@
 """Which runs of a recipe train together (`keel experiments run --stack`), and how they resume."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from keel.experiments.runs import Run, status_of
@@ -21,9 +22,10 @@ def stack_of(run: Run, others: Sequence[Run]) -> list[Run]:
     They differ in their seed and in numbers of their method, and were interrupted together or not
     at all.
     """
-    num, key = num_together(run), key_of(run)
+    num = num_together(run)
     if num == 1:
         return [run]
+    key = key_of(run)
     return [run, *(other for other in others if other != run and key_of(other) == key)][:num]
 
 
@@ -35,9 +37,10 @@ def key_of(run: Run) -> tuple[object, ...]:
 
 def interrupted_group(run: Run) -> str:
     """The group in which the run's newest attempt was interrupted; "": none, so it restarts."""
-    for attempt in run.attempts()[-1:]:
-        if not (status_of(attempt) or run.other_default(attempt) or run.other_code(attempt)):
-            return str(read_manifest(attempt).get("stacked", {}).get("group", ""))
+    with suppress(ValueError):  # a damaged attempt is not resumed
+        for attempt in run.attempts()[-1:]:
+            if not (status_of(attempt) or run.other_default(attempt) or run.other_code(attempt)):
+                return str(read_manifest(attempt).get("stacked", {}).get("group", ""))
     return ""
 
 

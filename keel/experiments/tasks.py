@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from keel.deployment.cluster import cluster_nodes
-from keel.experiments.runs import Run
+from keel.experiments.runs import REMEDY, Run
 from keel.experiments.stack import num_together, run_together
 from keel.runs import LOCK_FILE, is_locked
 from protocol.code import code_version
@@ -363,11 +363,17 @@ def digest_of_data(config: RunConfig) -> str:
 
 
 def overrides_of(run: Run) -> dict[str, OptionValue]:
-    """The config keys that resume its newest attempt with a checkpoint, or start one."""
+    """The config keys that resume its newest attempt with a checkpoint, or start one.
+
+    ValueError naming a damaged file of that attempt, and what to do.
+    """
     for attempt in reversed(run.attempts()):
         has_checkpoint = any((attempt / "checkpoints").glob("round-*.safetensors"))
-        if has_checkpoint and not (run.other_default(attempt) or run.other_code(attempt)):
-            return {"resume": str(attempt)}
+        try:
+            if has_checkpoint and not (run.other_default(attempt) or run.other_code(attempt)):
+                return {"resume": str(attempt)}
+        except ValueError as error:
+            raise ValueError(f"{error}; {REMEDY}") from error
     return {**run.keys, "output-dir": str(run.folder)}
 
 

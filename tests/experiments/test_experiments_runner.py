@@ -297,6 +297,22 @@ def test_a_run_of_another_config_does_not_count_is_named_and_run_again(tmp_path,
     assert "| FedProx | 25.00 |" in text.read_text()
 
 
+def test_a_damaged_interrupted_attempt_ends_no_other_run(tmp_path, monkeypatch):
+    """The runner ended with an error as it was about to start the run."""
+    recipe, how, (damaged, other) = two_runs(tmp_path)
+    attempt = fake_run(damaged, 0.5)
+    (attempt / "summary.json").unlink()
+    (attempt / "config.json").write_text('{"conf')  # half copied
+    started, _, _ = ran(recipe, how, tmp_path, monkeypatch)
+    assert started == [damaged.name, other.name]
+    assert overrides_of(damaged)["output-dir"] == str(damaged.folder)  # nothing is lost
+    (attempt / "checkpoints").mkdir()
+    (attempt / "checkpoints" / "round-00001-x.safetensors").touch()
+    with pytest.raises(ValueError, match=r"config\.json is damaged: .*; remove its run directory"):
+        overrides_of(damaged)
+    assert ran(recipe, how, tmp_path, monkeypatch)[0] == [damaged.name, other.name]
+
+
 # --- other code, divergence -------------------------------------------------------------------
 
 OTHER = "sources 0123456789abcdef, torch 2.0.0"
