@@ -55,6 +55,7 @@ from keel.experiments.tasks import (
     claimed,
     digest_of_data,
     is_executed,
+    overrides_of,
 )
 from protocol.config import resolve_config
 from protocol.files import write_atomically
@@ -149,12 +150,13 @@ class ActiveRun:
     task: Any
     bar: TaskID
     first: str = ""  # the name of the first of the runs that train together
+    num_past: int = 0  # attempts that this one does not resume
     reader: HistoryReader | None = None  # of the newest attempt's history
     rounds: int = 0
 
     def new_rounds(self) -> int:
         """Rounds finished since the last call; negative when an attempt starts from scratch."""
-        attempts = self.run.attempts()
+        attempts = self.run.attempts()[self.num_past :]
         if not attempts:
             return 0
         path = attempts[-1] / HISTORY_FILE
@@ -258,10 +260,11 @@ def run_recipe(
             while startable and num_active(running) < tasks.slots:
                 stack = stack_of(startable[0], startable)
                 startable = [run for run in startable if run not in stack]
-                for run, task in zip(stack, tasks.submit(stack), strict=True):
+                past = [num_past(run) for run in stack]  # before one of them begins
+                for run, before_it, task in zip(stack, past, tasks.submit(stack), strict=True):
                     own.add(run.name)
                     bar = progress.add_task(escape(labels[run.name]), total=run.rounds, accuracy="")
-                    each = ActiveRun(run, task, bar, stack[0].name)
+                    each = ActiveRun(run, task, bar, stack[0].name, before_it)
                     running.append(each)
                     num = each.new_rounds()  # of a resumed run: they took no time now
                     progress.update(bar, completed=num)
@@ -307,6 +310,16 @@ def run_recipe(
                     own.discard(each.run.name)
                     progress.advance(total, before.pop(each.run.name) - each.rounds)
     return failed
+
+
+def num_past(run: Run) -> int:
+    """How many attempts of the run, which is to be started, are not resumed: their rounds are not
+    its own.
+    """
+    with contextlib.suppress(ValueError):  # of a damaged one: its task says so
+        if "resume" in overrides_of(run):
+            return 0
+    return len(run.attempts())
 
 
 def num_active(running: Sequence[ActiveRun]) -> int:
