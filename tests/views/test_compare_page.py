@@ -189,6 +189,8 @@ def test_a_number_stays_a_number(cell):
 
 def test_latex_is_escaped():
     assert latex("a_b & 50% ±\\x{}") == r"a\_b \& 50\% $\pm$\textbackslash{}x\{\}"
+    # after the \\ of the row above, LaTeX reads [ and * as its arguments; > is another character
+    assert latex("[ours]* > |x|") == "{[}ours]{*} $>$ $|$x$|$"
 
 
 @pytest.mark.parametrize("query", [{"smooth": "nan"}, {"smooth": "x"}, {"x": "y", "curve": "z"}])
