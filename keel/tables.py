@@ -12,11 +12,15 @@ TEXT_WIDTH = 18  # of a column with longer cells at least
 
 
 def markdown(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    """A Markdown table; vertical bars in cells are escaped, line breaks become spaces."""
+    """A Markdown table."""
     head = list(header)
-    lines = [head, ["---"] * len(head), *([str(cell) for cell in row] for row in rows)]
-    cells = ([cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines)
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(markdown_cell, line))} |" for line in lines)
+
+
+def markdown_cell(value: object) -> str:
+    """A value in a Markdown table: vertical bars are escaped, line breaks become spaces."""
+    return " ".join(str(value).splitlines()).replace("|", "\\|")
 
 
 def terminal_console() -> Console:

@@ -46,6 +46,7 @@ from keel.experiments.settings import (
     package_sentences,
     settings_of,
 )
+from keel.tables import markdown_cell
 from keel.views.charts import static_file
 from keel.views.exports import Groups, harmless, latex, latex_table
 from protocol.config import keel_version, resolve_config
@@ -272,7 +273,7 @@ def template_environment() -> jinja2.Environment:
     )
     environment.filters |= {"number": shown, "ours": ours, "absence": absence, "missing": missing}
     environment.filters |= {"data_uri": data_uri, "text_uri": text_uri}
-    environment.filters |= {"effect": shown_effect, "tally": tally}
+    environment.filters |= {"effect": shown_effect, "tally": tally, "cell": markdown_cell}
     environment.globals["static"] = lambda name: Markup(static_file(name).read_text())
     return environment
 

@@ -1404,6 +1404,21 @@ def test_text_of_a_recipe_is_escaped_and_its_notes_are_below_the_table(tmp_path)
     assert "\n- <script>alert(1)</script>\n- second\n\n| claim |" in markdown
 
 
+def test_a_bar_in_a_name_divides_no_cell_of_the_report(tmp_path):
+    text = two_rows.replace("FedAvg:", "Fed|Avg:")
+    text += (
+        "claims: [Fed|Avg above FedProx in result]\nheadlines: [Fed|Avg above FedProx in result]\n"
+    )
+    runner.save_job(parse_recipe(text, Path("t.yaml")), options(), tmp_path)
+    lines = write_report(tmp_path)[1].read_text().splitlines()
+    named = [line for line in lines if line.startswith("| Fed")]
+    assert len(named) == 4  # the headline, the rows, the claim
+    assert [line.split(" |")[0] for line in named if "Avg" in line] == [
+        *(r"| Fed\|Avg above FedProx in result", r"| Fed\|Avg"),
+        r"| Fed\|Avg above FedProx in result",
+    ]
+
+
 @pytest.mark.end_to_end  # draws pictures and a report
 def test_labels_need_no_run(tmp_path):
     recipe = tmp_path / "labels.yaml"
