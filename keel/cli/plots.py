@@ -18,14 +18,18 @@ def figure_of(runs: Sequence[SavedRun], keys: Sequence[str] = ()) -> Figure:
     keys: the config keys whose values name the runs.
     """
     if len(runs) > 1:
-        pairs = [(label_of(run, keys), curve(run.history, *run.headline)) for run in runs]
-        return accuracy_figure(pairs)
+        labels = labels_of(runs, keys)
+        curves = (curve(run.history, *run.headline) for run in runs)
+        return accuracy_figure(list(zip(labels, curves, strict=True)))
     [run] = runs
     pairs = [(text, curve(run.history, key, name)) for key, name, text in CURVES]
     return accuracy_figure(pairs, f"{run.config['method']}, {run.source}, {run.config['model']}")
 
 
-def label_of(run: SavedRun, keys: Sequence[str]) -> str:
-    """What distinguishes the run from the others, if that is short, else its name."""
-    label = ", ".join(f"{key} {typed(run.config.get(key))}" for key in keys)
-    return label if 0 < len(label) <= MAX_LABEL else run.name
+def labels_of(runs: Sequence[SavedRun], keys: Sequence[str]) -> list[str]:
+    """What distinguishes each run from the others, if that is short, else its name."""
+    labels = [", ".join(f"{key} {typed(run.config.get(key))}" for key in keys) for run in runs]
+    return [
+        label if 0 < len(label) <= MAX_LABEL and labels.count(label) == 1 else run.name
+        for run, label in zip(runs, labels, strict=True)
+    ]

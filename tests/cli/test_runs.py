@@ -26,6 +26,7 @@ from run_fixtures import history_of, without_pictures
 import keel.runs
 import server_app.report
 from keel.cli.main import main
+from keel.cli.plots import labels_of
 from keel.cli.progress import Terminal
 from keel.cli.runs import PLACES, is_flower, status_lines
 from keel.runs import SavedRun, all_runs, differing_keys, find_run, is_locked, lock_holder
@@ -293,6 +294,13 @@ def test_a_damaged_file_breaks_no_list(two, printed, capsys, monkeypatch, file, 
     for command in (["status", "one"], ["compare", "one", "other"], ["export", "one", "--to=csv"]):
         main(command)  # whatever it answers, no traceback
         assert capsys.readouterr().err.count("\n") <= 1
+
+
+def test_the_plot_tells_repeated_runs_apart(two):
+    """Two curves had the same label."""
+    shutil.copytree(two / "one", two / "again")
+    runs = [SavedRun(two / name) for name in ("one", "again", "other")]
+    assert labels_of(runs, ["lr"]) == ["one", "again", "lr 0.2"]
 
 
 @pytest.mark.parametrize(
