@@ -43,7 +43,7 @@ class SavedRun:
     def reference(self) -> str:
         """What commands find it by: its name if it is in the runs directory, else its path."""
         is_there = self.directory.parent == full_path(runs_directory())
-        return self.name if is_there else shlex.quote(str(self.directory))
+        return shlex.quote(self.name if is_there else str(self.directory))
 
     @cached_property
     def config(self) -> dict[str, Any]:

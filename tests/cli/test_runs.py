@@ -303,6 +303,11 @@ def test_the_plot_tells_repeated_runs_apart(two):
     assert labels_of(runs, ["lr"]) == ["one", "again", "lr 0.2"]
 
 
+def test_a_command_quotes_the_name_of_a_directory_that_was_renamed(two):
+    (two / "one").rename(two / "my run")
+    assert SavedRun(two / "my run").reference == "'my run'"
+
+
 @pytest.mark.parametrize(
     ("file", "state"),
     [
