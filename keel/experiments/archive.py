@@ -174,7 +174,7 @@ def restore(path: Path, output: Path, source: str = "") -> list[Path]:
                     (to / Path(other).name).write_bytes(archive.read(other))
             defaults = default_config()
             changed = {k: v for k, v in flat.items() if k not in defaults or v != defaults[k]}
-            config = {"config": flat, "overrides": changed}  # or it would not be a run's
+            config = {"config": flat, "overrides": changed}  # as a run's own file has both
             write_atomically(to / "config.json", json.dumps(config).encode())
         for name in archive.namelist():
             if name.startswith("jobs/"):

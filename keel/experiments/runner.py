@@ -313,10 +313,8 @@ def run_recipe(
 
 
 def num_past(run: Run) -> int:
-    """How many attempts of the run, which is to be started, are not resumed: their rounds are not
-    its own.
-    """
-    with contextlib.suppress(ValueError):  # of a damaged one: its task says so
+    """How many attempts of the run, about to start, it does not resume: their rounds do not count."""
+    with contextlib.suppress(ValueError):  # a damaged attempt: the run's task says so
         if "resume" in overrides_of(run):
             return 0
     return len(run.attempts())
