@@ -313,7 +313,7 @@ def run_recipe(
 
 
 def num_past(run: Run) -> int:
-    """How many attempts of the run, about to start, it does not resume: their rounds do not count."""
+    """The number of attempts that the run, about to start, does not resume."""
     with contextlib.suppress(ValueError):  # a damaged attempt: the run's task says so
         if "resume" in overrides_of(run):
             return 0
