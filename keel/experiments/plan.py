@@ -368,14 +368,23 @@ def read_job(job: Path) -> dict[str, Any]:
 def load_job(job: Path) -> tuple[Recipe, Options]:
     """The recipe, with the selected cells alone, and the options of a job of `runner.save_job`.
 
-    Finished runs of other code than today's count. ValueError if the file is damaged.
+    Finished runs of other code than today's count. ValueError if the file is damaged, or has a
+    method or key that is not there any more.
     """
     about = read_job(job)
-    recipe = parse_recipe(about["text"], Path(about["recipe"]))
-    if "cells" in about:  # under a --set, other cells may coincide with these
-        recipe = narrowed(recipe, about["cells"])
     scale, changes, seeds = about["scale"], about["changes"], about["seeds"]
-    return recipe, Options(scale, changes, seeds, about["full_grid"], any_code=True)
+    options = Options(scale, changes, seeds, about["full_grid"], any_code=True)
+    try:
+        recipe = parse_recipe(about["text"], Path(about["recipe"]))
+        if "cells" in about:  # under a --set, other cells may coincide with these
+            recipe = narrowed(recipe, about["cells"])
+        for cell in recipe.cells:
+            first = candidates_of(cell, options)[0]
+            resolve_config(run_of(cell, first, 0, options, job.parent).keys)
+    except ValueError as error:
+        remedy = "move this file elsewhere to leave its table out"
+        raise ValueError(f"{job}: {error}; {remedy}") from error
+    return recipe, options
 
 
 def results_of(recipe: Recipe, options: Options, output: Path) -> dict[tuple[str, str], Result]:

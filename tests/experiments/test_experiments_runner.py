@@ -923,6 +923,17 @@ def test_a_damaged_file_of_a_run_is_named_with_what_to_do(
     assert ran(recipe, THREE, tmp_path, monkeypatch)[0] == [run.name]
 
 
+@pytest.mark.parametrize("command", ["report", "archive"])
+def test_a_job_with_a_method_that_is_gone_is_named(tmp_path, capsys, command):
+    all_run(tmp_path)
+    (job,) = (tmp_path / "jobs").iterdir()
+    job.write_text(job.read_text().replace("fedprox", "ours"))
+    assert main(command, "--output", str(tmp_path)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {job}: method = 'ours' is unknown")
+    assert said.endswith("; move this file elsewhere to leave its table out\n")
+
+
 def test_a_damaged_job_is_named(tmp_path):
     (tmp_path / "jobs").mkdir()
     job = tmp_path / "jobs" / "x.json"
