@@ -194,7 +194,10 @@ class RunDirectory:
         rounds = Counter[str](
             client
             for line in whole_lines(self.path)[0]
-            for client in {*line.get("participants", []), *line.get("left_out", [])}
+            for client in {
+                *(name for name in line.get("participants", []) if isinstance(name, str)),
+                *line.get("left_out", []),
+            }
         )
         known = Counter[str](seen) | rounds | released_clients(self.path)
         self._releases = self.release_counts()

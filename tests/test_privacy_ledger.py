@@ -69,9 +69,15 @@ def test_the_releases_of_a_resumed_run_are_never_under_counted(how, directory):
 
 
 @pytest.mark.end_to_end
-def test_a_damaged_history_does_not_stop_the_resume_of_a_private_run(directory):
+@pytest.mark.parametrize(
+    ("found", "damaged"),
+    [(b'"round": 2', b'"round": "'), (b'["client-0000"', b"[[]"), (b'["client-0000"', b"[1")],
+)
+def test_a_damaged_history_does_not_stop_the_resume_of_a_private_run(directory, found, damaged):
     history = directory / "history.jsonl"
-    history.write_bytes(history.read_bytes().replace(b'"round": 2', b'"round": "', 1))
+    content = history.read_bytes()
+    assert found in content
+    history.write_bytes(content.replace(found, damaged, 1))
     assert resumed(directory, 5)["releases"] == 5
 
 
