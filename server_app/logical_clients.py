@@ -115,6 +115,8 @@ class LogicalGrid(OwnGrid):
         is_training = bool(requests) and requests[0].metadata.message_type == MessageType.TRAIN
         parts = self.parts(times, is_training)
         clients_of = Counter(worker for worker, places in parts for _ in places)
+        if is_training:
+            self.forget_idle(clients_of.keys())
         self.largest_share = max(clients_of.values(), default=1)
         wholes = []
         for worker, places in parts:
@@ -164,6 +166,15 @@ class LogicalGrid(OwnGrid):
                 if share:
                     found.append((worker, sorted(part[k] for k in share)))
         return found
+
+    def forget_idle(self, busy: Collection[int]) -> None:
+        """Move what is known of a worker without clients towards the mean, until it gets some.
+
+        It may have been slow only once.
+        """
+        mean = statistics.fmean(self.seconds_per_unit.values() or [1.0])
+        for worker in self.seconds_per_unit.keys() - busy:
+            self.seconds_per_unit[worker] = (self.seconds_per_unit[worker] + mean) / 2
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """The replies that have come to these clients' messages."""

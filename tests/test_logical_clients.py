@@ -264,6 +264,18 @@ def test_a_worker_that_was_not_measured_counts_as_the_mean_of_the_others():
     assert [num[w] for w in (first, second, third)] == pytest.approx(expected, abs=1)
 
 
+def test_a_worker_that_was_slow_once_is_tried_again():
+    grid = LogicalGrid(Nodes(4), 40)
+    slow = grid.workers[-1]
+    grid.seconds_per_unit = {worker: 100.0 if worker == slow else 1.0 for worker in grid.workers}
+    num_idle = 0
+    while slow not in dict(grid.parts([1.0] * 16, is_training=True)):
+        asked(grid, range(2, 18))
+        num_idle += 1
+        assert num_idle < 10
+    assert num_idle > 0
+
+
 def test_a_second_measurement_of_a_worker_counts_as_much_as_what_was_known():
     grid = LogicalGrid(Nodes(1), 4)
     [worker] = grid.workers
