@@ -85,7 +85,7 @@ class SavedRun:
             self.config  # noqa: B018  # read for its error
         except ValueError:
             return f"{CONFIG_FILE} is damaged"
-        except OSError as error:  # such as another user's
+        except OSError as error:  # another user's, for example
             return f"{CONFIG_FILE}: {error.strerror}"
         if self.is_running:
             return RUNNING
@@ -149,7 +149,10 @@ class SavedRun:
             ]
         except KeyError as error:
             path = self.directory / HISTORY_FILE
-            raise ValueError(f"{path}: a line has no key {error}, as in an archive") from error
+            raise ValueError(
+                f"{path}: a line has no key {error}: the file is damaged, or was restored from an "
+                "archive, which does not have it"
+            ) from error
 
     @property
     def source(self) -> str:

@@ -200,7 +200,7 @@ class TrainConfig:
     frozen_statistics: str = option(
         one_of("running", "batch"),
         "BatchNorm in frozen models: their own statistics, or each batch's as in FedIntR's code, "
-        "which cannot be cached; fedmlb's pathways always have their own",
+        "which cannot be cached; fedmlb always uses the running ones",
     )
     cache_mb: int = option(
         at_least(0), "memory for cached representations of frozen models; 0: recompute them"

@@ -2,8 +2,8 @@
 
 `LogicalGrid` looks like a grid with a node for every client. It sends each worker, a node of the
 grid below, one message with its share of the round's clients. In training, unless the workers sum
-the arrays, the smallest eighth of many clients is sent after it, in messages of its own, and of
-these the smallest eighth again, so that nobody idles at the end. The model is in each message once.
+the arrays, the smallest eighth of many clients is sent in later messages, split again in the same
+way, so that no worker idles at the end. The model is in each message once.
 """
 
 import itertools
@@ -21,8 +21,8 @@ from protocol.flower_compat import assign_message_id, has_own_clients, is_in_pro
 from protocol.messages import Arrays, find_record, simulated_content, simulated_replies, tensors
 from strategies.sampling import FIRST_NODE
 
-TAIL_SHARE = 8  # the last 1 / 8 of the clients are sent in messages of their own, and so on
-MIN_TAIL = 4  # clients per worker, at least, of which such a share is taken
+TAIL_SHARE = 8  # the smallest 1 / 8 of the clients is sent later, and so on
+MIN_TAIL = 4  # clients per worker, at least, to send some of them later
 
 
 def place(times: Sequence[float], seconds_per_unit: Sequence[float]) -> list[list[int]]:
@@ -95,7 +95,7 @@ class LogicalGrid(OwnGrid):
         self.seconds_per_unit: dict[int, float] = {}  # by worker, once it has trained
         self.numbers = itertools.count(1)
         # id of a worker's message to the clients' messages in it, how their arrays are summed, and
-        # whether it measures the worker: its first one does, any that is done may answer the second
+        # whether it measures the worker: only its first does, any idle one may answer the others
         self.sent: dict[str, tuple[list[Message], Summing | None, bool]] = {}
         self.carrier: dict[str, str] = {}  # id of a client's message to that of the worker's
         self.arrived: dict[str, Message] = {}  # replies by the id of the client's message
@@ -116,7 +116,7 @@ class LogicalGrid(OwnGrid):
         parts = self.parts(times, is_training)
         clients_of = Counter(worker for worker, places in parts for _ in places)
         if is_training:
-            self.forget_idle(clients_of.keys())
+            self.relax_idle(clients_of.keys())
         self.largest_share = max(clients_of.values(), default=1)
         wholes = []
         for worker, places in parts:
@@ -148,10 +148,10 @@ class LogicalGrid(OwnGrid):
     def parts(self, times: Sequence[float], is_training: bool) -> list[tuple[int, list[int]]]:
         """(worker, places in `times`) of each message, the large ones first.
 
-        One per worker, and in training smaller ones after it unless the workers sum.
+        One per worker, in training followed by smaller ones, unless the workers sum.
         """
         num_workers = len(self.workers)
-        mean = statistics.fmean(self.seconds_per_unit.values() or [1.0])
+        mean = self.mean_seconds()
         rates = [self.seconds_per_unit.get(worker, mean) for worker in self.workers]
         left, sections = sorted(range(len(times)), key=lambda i: -times[i]), []
         if is_training and num_workers > 1 and not self.summing:  # each message would bring a sum
@@ -167,14 +167,18 @@ class LogicalGrid(OwnGrid):
                     found.append((worker, sorted(part[k] for k in share)))
         return found
 
-    def forget_idle(self, busy: Collection[int]) -> None:
-        """Move what is known of a worker without clients towards the mean, until it gets some.
+    def relax_idle(self, busy: Collection[int]) -> None:
+        """Move the measured time of each worker without clients halfway to the mean.
 
-        It may have been slow only once.
+        One slow round would otherwise exclude it for good.
         """
-        mean = statistics.fmean(self.seconds_per_unit.values() or [1.0])
+        mean = self.mean_seconds()
         for worker in self.seconds_per_unit.keys() - busy:
             self.seconds_per_unit[worker] = (self.seconds_per_unit[worker] + mean) / 2
+
+    def mean_seconds(self) -> float:
+        """Seconds per unit, mean over the workers that were measured; 1 if none was."""
+        return statistics.fmean(self.seconds_per_unit.values() or [1.0])
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """The replies that have come to these clients' messages."""

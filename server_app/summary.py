@@ -227,7 +227,7 @@ def check_has_state(directory: Path) -> None:
 def has_finished(directory: Path) -> bool:
     """Whether the run has finished and its manifest says so: a kill in between leaves it open.
 
-    False where summary.json is damaged; a manifest that cannot be read says nothing.
+    False if summary.json is damaged. A manifest that is damaged or cannot be read is ignored.
     """
     try:
         if read_summary(directory)["status"] != "finished":

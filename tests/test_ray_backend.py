@@ -285,17 +285,16 @@ def test_that_workers_have_a_gpu_unasked_is_a_note_of_their_replies(
 
 def test_workers_get_the_variables_of_keel_and_of_the_libraries_that_compute(monkeypatch):
     environment = {
-        "KEEL_HOME": "/a",
         "KEEL_WORKER": "/socket",
         "KEEL_ENGINE": "1",
-        "OMP_NUM_THREADS": "2",
         "HOME": "/root",
         "AWS_SECRET_ACCESS_KEY": "x",
         "CUDA_VISIBLE_DEVICES": "0",  # Ray sets each worker's own
     }
+    shared = {"KEEL_HOME": "/a", "OMP_NUM_THREADS": "2"}
     # these change the last bits
-    shared = {"KEEL_HOME": "/a", "OMP_NUM_THREADS": "2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    shared |= {"ATEN_CPU_CAPABILITY": "avx2", "NVIDIA_TF32_OVERRIDE": "0"}
+    shared |= {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    shared |= {"NVIDIA_TF32_OVERRIDE": "0"}
     monkeypatch.setattr("os.environ", environment | shared)
     assert worker_variables() == {"PYTHONPATH": os.pathsep.join([*sys.path, ""])} | shared
 

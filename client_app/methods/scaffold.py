@@ -14,8 +14,8 @@ The paper uses plain SGD. With momentum rho, `momentum-form = "corrected"` (defa
 corrected gradients in the momentum and replaces K by K_rho, the total weight that the momentum
 steps give the K gradients. `niid-bench`, the benchmark of MOON's authors, accumulates the raw
 gradients, corrects the parameters after each step, outside the momentum, and uses K. Its c_i is up
-to 1 / (1 - rho) times larger, because momentum does not amplify its correction. If the learning
-rate decays within a round, each step counts with its own in both.
+to 1 / (1 - rho) times larger, because momentum does not amplify its correction. In both
+forms, a step is weighted by its own learning rate if the rate decays within a round.
 
 It diverges if eta K is too large: c_i is a gradient of the last round, and the further a client
 moves, the larger the next c_i. The paper's theorems bound eta by a constant over K. A client with
@@ -46,7 +46,7 @@ MAX_STEP_RATIO = 10  # largest over smallest number of steps of a client, withou
 
 
 def momentum_length(rates: Sequence[float], momentum: float) -> float:
-    """K_rho eta: how far SGD with these learning rates moves along a gradient that is always 1.
+    """K_rho eta: how far momentum SGD with these learning rates moves if the gradient is always 1.
 
     With one rate eta, K_rho = (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho); K without momentum.
     """

@@ -376,11 +376,12 @@ def installed(frameworks: Mapping[str, tuple[Any, str]]) -> Iterator[str]:
 def on_all_cores(options: BenchOptions) -> Iterator[Row]:
     """W1 under `flwr run` with a worker a core, against the frameworks with a thread a core.
 
-    Medians over all rounds and repetitions. Keel takes a turn before each of the others.
+    Medians over all rounds and repetitions. Keel runs again before each of the others.
     """
     count, cores = 2 if options.is_quick else options.rounds, num_cores()
     keys = {**WORKLOADS["W1"], "source": workload_source(options), "num-rounds": count}
-    names, costs = [*installed(FRAMEWORKS | AS_WRITTEN)], defaultdict[str, list[RoundCost]](list)
+    names = list(installed(FRAMEWORKS | AS_WRITTEN))
+    costs: dict[str, list[RoundCost]] = defaultdict(list)
     for name in names * (1 if options.is_quick else options.repetitions):
         costs["Keel"] += keel_rounds(options.home, keys, bare.num_clients, cores)[1]
         costs[name] += rounds_with(name, options, count, cores)

@@ -27,7 +27,7 @@ def figure_of(runs: Sequence[SavedRun], keys: Sequence[str] = ()) -> Figure:
 
 
 def labels_of(runs: Sequence[SavedRun], keys: Sequence[str]) -> list[str]:
-    """What distinguishes each run from the others, if that is short, else its name."""
+    """A label for each run: the values that distinguish it if short and unique, else its name."""
     labels = [", ".join(f"{key} {typed(run.config.get(key))}" for key in keys) for run in runs]
     return [
         label if 0 < len(label) <= MAX_LABEL and labels.count(label) == 1 else run.name

@@ -173,8 +173,8 @@ def restore(path: Path, output: Path, source: str = "") -> list[Path]:
                 if Path(other).parent == folder and other != name:
                     (to / Path(other).name).write_bytes(archive.read(other))
             defaults = default_config()
-            changed = {k: v for k, v in flat.items() if k not in defaults or v != defaults[k]}
-            config = {"config": flat, "overrides": changed}  # as a run's own file has both
+            changed = {k: v for k, v in flat.items() if defaults.get(k) != v}
+            config = {"config": flat, "overrides": changed}  # the keys of a run's own file
             write_atomically(to / "config.json", json.dumps(config).encode())
         for name in archive.namelist():
             if name.startswith("jobs/"):

@@ -368,8 +368,8 @@ def read_job(job: Path) -> dict[str, Any]:
 def load_job(job: Path) -> tuple[Recipe, Options]:
     """The recipe, with the selected cells alone, and the options of a job of `runner.save_job`.
 
-    Finished runs of other code than today's count. ValueError if the file is damaged, or has a
-    method or key that is not there any more.
+    Finished runs of other code than today's count. ValueError if the file is damaged, or names a
+    method or key that no longer exists.
     """
     about = read_job(job)
     scale, changes, seeds = about["scale"], about["changes"], about["seeds"]
@@ -379,11 +379,11 @@ def load_job(job: Path) -> tuple[Recipe, Options]:
         if "cells" in about:  # under a --set, other cells may coincide with these
             recipe = narrowed(recipe, about["cells"])
         for cell in recipe.cells:
-            first = candidates_of(cell, options)[0]
-            resolve_config(run_of(cell, first, 0, options, job.parent).keys)
+            run_of(cell, candidates_of(cell, options)[0], 0, options, job.parent)  # resolves it
     except ValueError as error:
-        remedy = "move this file elsewhere to leave its table out"
-        raise ValueError(f"{job}: {error}; {remedy}") from error
+        raise ValueError(
+            f"{job}: {error}; to leave its table out, move this file out of jobs/"
+        ) from error
     return recipe, options
 
 

@@ -150,13 +150,13 @@ class ActiveRun:
     task: Any
     bar: TaskID
     first: str = ""  # the name of the first of the runs that train together
-    num_past: int = 0  # attempts that this one does not resume
+    num_earlier: int = 0  # attempts, unless one is resumed
     reader: HistoryReader | None = None  # of the newest attempt's history
     rounds: int = 0
 
     def new_rounds(self) -> int:
         """Rounds finished since the last call; negative when an attempt starts from scratch."""
-        attempts = self.run.attempts()[self.num_past :]
+        attempts = self.run.attempts()[self.num_earlier :]
         if not attempts:
             return 0
         path = attempts[-1] / HISTORY_FILE
@@ -260,11 +260,11 @@ def run_recipe(
             while startable and num_active(running) < tasks.slots:
                 stack = stack_of(startable[0], startable)
                 startable = [run for run in startable if run not in stack]
-                past = [num_past(run) for run in stack]  # before one of them begins
-                for run, before_it, task in zip(stack, past, tasks.submit(stack), strict=True):
+                counts = [num_earlier(run) for run in stack]  # before any starts
+                for run, count, task in zip(stack, counts, tasks.submit(stack), strict=True):
                     own.add(run.name)
                     bar = progress.add_task(escape(labels[run.name]), total=run.rounds, accuracy="")
-                    each = ActiveRun(run, task, bar, stack[0].name, before_it)
+                    each = ActiveRun(run, task, bar, stack[0].name, count)
                     running.append(each)
                     num = each.new_rounds()  # of a resumed run: they took no time now
                     progress.update(bar, completed=num)
@@ -312,9 +312,9 @@ def run_recipe(
     return failed
 
 
-def num_past(run: Run) -> int:
-    """The number of attempts that the run, about to start, does not resume."""
-    with contextlib.suppress(ValueError):  # a damaged attempt: the run's task says so
+def num_earlier(run: Run) -> int:
+    """How many attempts precede the one about to start; 0 if one is resumed."""
+    with contextlib.suppress(ValueError):  # of a damaged attempt: the run's task reports it
         if "resume" in overrides_of(run):
             return 0
     return len(run.attempts())

@@ -31,16 +31,20 @@ def stack_of(run: Run, others: Sequence[Run]) -> list[Run]:
 
 def key_of(run: Run) -> tuple[object, ...]:
     """What is the same for runs that train together."""
-    keys = shared_keys(resolve_config(run.keys))
-    return (*sorted(keys.items()), run.clients, interrupted_group(run))
+    keys, group = shared_keys(resolve_config(run.keys)), ""
+    with suppress(ValueError):  # of a damaged attempt, which is not resumed
+        group = interrupted_group(run)
+    return (*sorted(keys.items()), run.clients, group)
 
 
 def interrupted_group(run: Run) -> str:
-    """The group in which the run's newest attempt was interrupted; "": none, so it restarts."""
-    with suppress(ValueError):  # a damaged attempt is not resumed
-        for attempt in run.attempts()[-1:]:
-            if not (status_of(attempt) or run.other_default(attempt) or run.other_code(attempt)):
-                return str(read_manifest(attempt).get("stacked", {}).get("group", ""))
+    """The group in which the run's newest attempt was interrupted; "": none, so it restarts.
+
+    ValueError if a file of that attempt is damaged.
+    """
+    for attempt in run.attempts()[-1:]:
+        if not (status_of(attempt) or run.other_default(attempt) or run.other_code(attempt)):
+            return str(read_manifest(attempt).get("stacked", {}).get("group", ""))
     return ""
 
 
@@ -66,16 +70,16 @@ def run_together(runs: Sequence[Run]) -> list[Path | BaseException]:
     def observers(place: int) -> list[SummaryTable]:
         return [SummaryTable()] if place == 0 else []  # one table is legible
 
-    if group := interrupted_group(runs[0]):
-        paths = directories_of(group, runs[0].folder.parent)
-        try:
+    try:
+        if group := interrupted_group(runs[0]):
+            paths = directories_of(group, runs[0].folder.parent)
             outcomes = run_stacked([{"resume": str(path)} for path in paths], clients, observers)
             of_folder = {
                 path.parent: outcome for path, outcome in zip(paths, outcomes, strict=True)
             }
             return [of_folder[run.folder] for run in runs]
-        except ValueError as error:
-            print(f"restarted from round 1: {error}")
+    except ValueError as error:
+        print(f"restarted from round 1: {error}")
     anew = [{**run.keys, "output-dir": str(run.folder)} for run in runs]
     try:
         return run_stacked(anew, clients, observers)

@@ -5,8 +5,12 @@ from collections.abc import Iterable, Sequence
 LATEX = {
     **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
     **{c: f"\\{c}" for c in "&%$#_{}"},
-    **{c: f"{{{c}}}" for c in "[*"},  # at the start of a row, an argument of the \\ before it
-    **{"<": "$<$", ">": "$>$", "|": "$|$"},  # other characters in LaTeX's default encoding
+    **{c: f"{{{c}}}" for c in "[*"},  # else the \\ of the row above takes it as its argument
+    **{
+        "<": "$<$",
+        ">": "$>$",
+        "|": "$|$",
+    },  # others in the default encoding
     **{"±": r"$\pm$", "–": "--", "‹": r"$<$", "›": r"$>$"},
 }
 Groups = Sequence[tuple[str, int]]  # name and number of columns

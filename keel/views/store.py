@@ -144,7 +144,7 @@ class Store:
         ]
 
     def _looked_up(self, run_id: str, directory: Path) -> tuple[Stamp, Entry]:
-        """The run, from the cache unless a file changed, or can or cannot be read now."""
+        """The run, from the cache unless a file, or whether it can be read, has changed."""
         stamp = self._stamp(directory)
         known = self._entries.get(run_id)
         if known and known[0] == stamp:

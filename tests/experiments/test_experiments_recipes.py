@@ -1036,7 +1036,7 @@ FEDINTRS_CODE = {
     "FedProx": {"fedprox.squared": False},
 }
 FEDRCLS_CODE = {"balanced-order": "sequential", "clip-norm": 10.0, "weighting": "uniform"}
-FEDCKAS_SCAFFOLD = {  # the form that collapses as in the paper, whose code is not public
+FEDCKAS_SCAFFOLD = {  # the paper's code is not public; this variant collapses as in its Table 2
     "scaffold.momentum-form": "niid-bench",
     "scaffold.control-weighting": "uniform",
 }
@@ -1054,7 +1054,7 @@ FEDCKAS_SCAFFOLD = {  # the form that collapses as in the paper, whose code is n
         ("fedrcl-table-1", "FedRCL", "*", {"fedrcl.mining": "hard"}),
     ],
 )
-def test_rows_have_the_forms_that_the_papers_tables_had(name, row, column, form):
+def test_rows_use_the_variants_of_the_papers_tables(name, row, column, form):
     cells = load_recipe(name).cells
     found = [c for c in cells if fnmatch(c.row.name, row) and fnmatch(c.column.name, column)]
     assert found

@@ -297,7 +297,7 @@ def test_a_run_of_another_config_does_not_count_is_named_and_run_again(tmp_path,
     assert "| FedProx | 25.00 |" in text.read_text()
 
 
-def test_a_damaged_interrupted_attempt_ends_no_other_run(tmp_path, monkeypatch):
+def test_a_damaged_interrupted_attempt_does_not_stop_other_runs(tmp_path, monkeypatch):
     """The runner ended with an error as it was about to start the run."""
     recipe, how, (damaged, other) = two_runs(tmp_path)
     attempt = fake_run(damaged, 0.5)
@@ -929,9 +929,9 @@ def test_a_job_with_a_method_that_is_gone_is_named(tmp_path, capsys, command):
     (job,) = (tmp_path / "jobs").iterdir()
     job.write_text(job.read_text().replace("fedprox", "ours"))
     assert main(command, "--output", str(tmp_path)) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: {job}: method = 'ours' is unknown")
-    assert said.endswith("; move this file elsewhere to leave its table out\n")
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: {job}: method = 'ours' is unknown")
+    assert message.endswith("; to leave its table out, move this file out of jobs/\n")
 
 
 def test_a_damaged_job_is_named(tmp_path):

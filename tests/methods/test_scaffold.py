@@ -207,7 +207,7 @@ def algorithm_1(
                 if form == "niid-bench":
                     theta = theta - eta * (c - c_i[i])
             k_eta = sum(etas)
-            if form == "corrected":  # how much each gradient has counted, added up
+            if form == "corrected":  # the total weight of the gradients
                 k_eta = sum(eta * momentum**n for j, eta in enumerate(etas) for n in range(j + 1))
             new = c_i[i] - c + (w - theta) / k_eta
             models.append(theta)
