@@ -122,8 +122,8 @@ def mean_and_std(images: np.ndarray) -> tuple[list[float], list[float]]:
     values = np.arange(256) / 255
     mean = histogram @ values / histogram.sum(axis=1)
     variance = (histogram * (values - mean[:, None]) ** 2).sum(axis=1) / histogram.sum(axis=1)
-    std = np.sqrt(variance)
-    return mean.tolist(), np.where(std > 0, std, 1.0).tolist()
+    is_constant = np.count_nonzero(histogram, axis=1) == 1  # its variance may be rounding alone
+    return mean.tolist(), np.where(is_constant, 1.0, np.sqrt(variance)).tolist()
 
 
 def one_line(error: Exception) -> str:

@@ -9,7 +9,7 @@ import pytest
 from data_fixtures import make_folder, make_npz, random_images, rejected
 from PIL import ExifTags, Image
 
-from data.decoding import with_file
+from data.decoding import mean_and_std, with_file
 
 
 def test_a_source_of_small_images_becomes_32_pixels(load):
@@ -62,6 +62,16 @@ def test_mean_and_std_are_of_the_train_split(load, tmp_path):
     assert source.std[:2] == pytest.approx(pixels.std(0)[:2], rel=1e-12)
     assert source.mean[2] == pytest.approx(0.2)
     assert source.std[2] == 1.0  # never varies, and is divided by
+
+
+@pytest.mark.parametrize("value", [0, 15, 42, 254, 255])
+@pytest.mark.parametrize("num", [3, 10, 50])
+def test_a_constant_channel_is_divided_by_1_whatever_its_value(value, num):
+    images = random_images(num, 2, 28, 30)
+    images[:, 1] = value
+    mean, std = mean_and_std(images)
+    assert mean[1] == pytest.approx(value / 255)
+    assert std == [pytest.approx((images[:, 0] / 255).std()), 1.0]
 
 
 @pytest.mark.parametrize("kind", ["text", "cut short", "empty"])
