@@ -27,6 +27,7 @@ from data.decoding import (
     own_channels,
 )
 from data.readers import READERS, Reader
+from protocol.models import IMAGE_SIZES
 from protocol.source_spec import parse_source
 
 log = logging.getLogger(__name__)
@@ -95,7 +96,8 @@ def load_source(
     image_size: height and width in pixels; 0: the source's own, or 32 if that is below 28.
     channels: 1 or 3; 0: the source's own, which is 1 only if every image is grey.
     Images of other shapes are resized (bilinear, antialiased; not cropped) and converted.
-    ValueError or FileNotFoundError, one line, if `spec` or its files are invalid.
+    ValueError or FileNotFoundError, one line, if `spec` or its files are invalid, or the images are
+    larger than any network takes.
     """
     reader, path, key = _locate(spec, data_dir, cache_dir, image_size, channels)
     entry = entry_path(cache_dir, key)
@@ -166,6 +168,12 @@ def _locate(
 
 def _write_entry(entry: Path, key: Key, raw: RawSource) -> None:
     width, height = decoded_size(raw.first_size, key["image_size"])
+    if max(width, height) > IMAGE_SIZES[-1]:  # before disk space and time are spent on them
+        wrong = (
+            f"images are {width} x {height} pixels: the networks take squares; set image-size to "
+            f"a value from {IMAGE_SIZES[0]} to {IMAGE_SIZES[-1]}"
+        )
+        raise ImageFileError(wrong, wrong)
     channels = key["channels"] or own_channels(raw)
     any_size = bool(key["image_size"])
     for name, split in (("train", raw.train), ("test", raw.test)):

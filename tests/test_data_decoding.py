@@ -9,6 +9,7 @@ import pytest
 from data_fixtures import make_folder, make_npz, random_images, rejected
 from PIL import ExifTags, Image
 
+from data import sources
 from data.decoding import mean_and_std, with_file
 
 
@@ -38,6 +39,16 @@ def test_images_of_several_sizes_need_an_image_size(load, tmp_path):
     ):
         load(spec)
     assert load(spec, image_size=32).image_shape == (1, 32, 32)
+
+
+def test_images_too_large_for_any_network_are_refused_before_they_are_decoded(
+    load, tmp_path, monkeypatch
+):
+    spec = make_folder(tmp_path / "mine", [random_images(65, 90), random_images(65, 90)])
+    assert load(spec, image_size=64).image_shape == (1, 64, 64)
+    monkeypatch.delattr(sources, "decode")
+    expected = "images are 90 x 65 pixels: the networks take squares; set image-size to a value"
+    assert rejected(load, spec) == f"{expected} from 28 to 64"
 
 
 def test_grey_and_colour_become_each_other(load, tmp_path):
