@@ -140,7 +140,10 @@ def content_digest(
 
 
 def files_under(folder: Path) -> list[str]:
-    """All files at or below `folder`, sorted, except hidden ones (.DS_Store, ._image.jpg)."""
+    """All files at or below `folder`, sorted, except hidden ones (.DS_Store, ._image.jpg).
+
+    Links are followed; ValueError for one that leads back.
+    """
 
     def refuse(error: OSError) -> NoReturn:
         raise error  # os.walk would skip an unreadable folder silently
@@ -148,6 +151,10 @@ def files_under(folder: Path) -> list[str]:
     files: list[str] = []
     for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        for path in (os.path.join(parent, name) for name in folders):
+            if os.path.islink(path) and any(os.path.samefile(path, p) for p in Path(path).parents):
+                reason = "a link to a folder that it is in: remove it"
+                raise ImageFileError(f"{path}: {reason}", reason)
         files += [os.path.join(parent, name) for name in names if not name.startswith(".")]
     return sorted(files)
 

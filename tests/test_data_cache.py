@@ -70,6 +70,19 @@ def test_a_file_s_name_may_be_no_utf_8(load, tmp_path):
     assert len(load(spec).train.labels) == 2
 
 
+def test_a_link_to_a_folder_that_it_is_in_is_refused_by_name(load, tmp_path):
+    """Followed, two of them would be more paths than can be listed."""
+    spec = make_folder(tmp_path / "mine", random_images(4, 30, 30))
+    (tmp_path / "elsewhere").symlink_to(
+        tmp_path / "mine"
+    )  # a link that leads elsewhere is followed
+    spec = spec.replace("mine", "elsewhere")
+    assert len(load(spec).train.labels) == 4
+    for name in ("ant", "bee"):
+        (tmp_path / "mine" / "train" / name / "up").symlink_to("..")
+    assert rejected(load, spec).endswith("/up: a link to a folder that it is in: remove it")
+
+
 def test_a_file_whose_time_was_set_back_is_read_again(load, tmp_path):
     spec = make_npz(tmp_path / "mine.npz", x_train=np.full((6, 28, 30), 1, np.uint8))
     load(spec)
