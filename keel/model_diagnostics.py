@@ -12,6 +12,7 @@ from client_app.setup import build_network, device_for, open_source, placed
 from models import StagedModel
 from protocol.files import write_atomically
 from protocol.messages import Arrays
+from protocol.text import in_one_line
 from server_app.diagnostics.comparison import Comparison, chosen_diagnostics, probe_of
 from server_app.diagnostics.plots import plot_models
 from server_app.history import finite_or_null
@@ -46,7 +47,17 @@ def write_diagnostics(
         shape, num_classes = source.image_shape, source.num_classes
         return placed(build_network(config, shape, num_classes, name), device)
 
-    w_g, _ = read_arrays(run_dir / "model.safetensors")
+    w_g, about_g = read_arrays(run_dir / "model.safetensors")
+    data = {
+        "shape": ",".join(map(str, source.image_shape)),
+        "classes": "\n".join(source.class_names),
+    }
+    for key, found in data.items():
+        if found != about_g[key]:
+            raise ValueError(
+                f"{source.name} has changed since the run: {key} = {in_one_line(found, 100)!r}, "
+                f"the run's was {in_one_line(about_g[key], 100)!r}: restore its files"
+            )
     probe = probe_of(config, source, device, num_samples)
     comparison = Comparison(chosen, probe, network, config.model.model, w_g)
     subjects = list(models) or clients_with_models(run_dir)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from client_fixtures import add_small_cnn
+from data_fixtures import make_npz, random_images
 from printed_formulas import cka_as_printed, covariances
 from run_fixtures import (
     NUM_CLIENTS,
@@ -28,7 +29,7 @@ import server_app.federation
 import server_app.inline
 import server_app.rounds
 from client_app.methods import method_of
-from client_app.setup import build_network, model_for, open_source
+from client_app.setup import build_network, forget_sources, model_for, open_source
 from protocol.config import DIAGNOSTICS, resolve_config
 from server_app.diagnostics.comparison import (
     DEVIATIONS,
@@ -344,6 +345,25 @@ def test_the_command_refuses_in_one_line_what_it_cannot_measure(run, monkeypatch
         assert expected in line
         assert "\n" not in line
     assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"y_train": np.array([0, 1, 2, 3, 1, 2]), "y_test": np.array([2, 1, 3])},
+        {"x_train": random_images(6, 30, 30), "x_test": random_images(3, 30, 30)},
+    ],
+    ids=["classes", "size"],
+)
+def test_data_that_no_longer_fits_the_run_is_named(run, monkeypatch, capsys, tmp_path, changes):
+    images = {"x_train": random_images(6, 28, 28), "x_test": random_images(3, 28, 28)}
+    keys = {"source": make_npz(tmp_path / "mine.npz", **images), "data-fraction": 1.0}
+    folder = run(keys | {"partition": "iid", "num-rounds": 1}, num_clients=2)
+    make_npz(tmp_path / "mine.npz", **images | changes)
+    forget_sources()
+    assert command(monkeypatch, folder) == 2
+    line = capsys.readouterr().err.strip()
+    assert f"npz:{tmp_path / 'mine.npz'} has changed since the run" in line
 
 
 # --- the guide -------------------------------------------------------------------------------
