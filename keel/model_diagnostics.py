@@ -53,10 +53,10 @@ def write_diagnostics(
         "classes": "\n".join(source.class_names),
     }
     for key, found in data.items():
-        if found != (then := about_g.get(key, found)):  # not in files of Keel 0.1
+        if found != about_g[key]:
             raise ValueError(
                 f"{source.name} has changed since the run: {key} = {in_one_line(found, 100)!r}, "
-                f"the run's was {in_one_line(then, 100)!r}: restore its files"
+                f"the run's was {in_one_line(about_g[key], 100)!r}: restore its files"
             )
     probe = probe_of(config, source, device, num_samples)
     comparison = Comparison(chosen, probe, network, config.model.model, w_g)
