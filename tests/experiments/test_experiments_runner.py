@@ -659,14 +659,14 @@ def test_rounds_of_an_attempt_that_is_not_resumed_are_not_progress(tmp_path):
     """Where runs of other code were run again, the bar ended with 0/0 and showed no time left."""
     *_, (run, _) = two_runs(tmp_path)
     attempt = fake_run(run, 0.5, "1-old")
-    assert runner.num_past(run) == 1
-    again = runner.ActiveRun(run, None, runner.TaskID(0), num_past=1)
+    assert runner.num_earlier(run) == 1
+    again = runner.ActiveRun(run, None, runner.TaskID(0), num_earlier=1)
     assert again.new_rounds() == 0
     fake_run(run, 0.5, "2-new")
     assert [again.new_rounds(), again.new_rounds()] == [1, 0]
     (attempt.with_name("2-new") / "checkpoints").mkdir()
     (attempt.with_name("2-new") / "checkpoints" / "round-00001-x.safetensors").touch()
-    assert runner.num_past(run) == 0
+    assert runner.num_earlier(run) == 0
 
 
 def test_a_job_is_known_by_its_content_and_keeps_its_tuning_seed(tmp_path):
