@@ -142,7 +142,7 @@ def content_digest(
 def files_under(folder: Path) -> list[str]:
     """All files at or below `folder`, sorted, except hidden ones (.DS_Store, ._image.jpg).
 
-    Links are followed; ValueError for one that leads back.
+    Links are followed; ImageFileError for one to a folder that it is in.
     """
 
     def refuse(error: OSError) -> NoReturn:

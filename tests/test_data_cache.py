@@ -73,10 +73,8 @@ def test_a_file_s_name_may_be_no_utf_8(load, tmp_path):
 def test_a_link_to_a_folder_that_it_is_in_is_refused_by_name(load, tmp_path):
     """Followed, two of them would be more paths than can be listed."""
     spec = make_folder(tmp_path / "mine", random_images(4, 30, 30))
-    (tmp_path / "elsewhere").symlink_to(
-        tmp_path / "mine"
-    )  # a link that leads elsewhere is followed
-    spec = spec.replace("mine", "elsewhere")
+    (tmp_path / "elsewhere").symlink_to(tmp_path / "mine")
+    spec = spec.replace("mine", "elsewhere")  # such a link is followed
     assert len(load(spec).train.labels) == 4
     for name in ("ant", "bee"):
         (tmp_path / "mine" / "train" / name / "up").symlink_to("..")

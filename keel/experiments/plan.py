@@ -73,7 +73,10 @@ def paper_round_read(cell: Cell, run: Run) -> int:
 
 
 def reads_elsewhere(cell: Cell, run: Run) -> bool:
-    """Whether it is read at another round than the paper's; a later one counts beside a number."""
+    """Whether the cell is read at another round than the paper's.
+
+    A later round counts only if the paper has a number.
+    """
     read, due = last_round_read(cell, run), paper_round_read(cell, run)
     return not run.is_scaled and (read < due or (read > due and cell.paper is not None))
 

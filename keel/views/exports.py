@@ -6,11 +6,8 @@ LATEX = {
     **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
     **{c: f"\\{c}" for c in "&%$#_{}"},
     **{c: f"{{{c}}}" for c in "[*"},  # else the \\ of the row above takes it as its argument
-    **{
-        "<": "$<$",
-        ">": "$>$",
-        "|": "$|$",
-    },  # others in the default encoding
+    # printed as other characters in LaTeX's default encoding
+    **{"<": "$<$", ">": "$>$", "|": "$|$"},
     **{"±": r"$\pm$", "–": "--", "‹": r"$<$", "›": r"$>$"},
 }
 Groups = Sequence[tuple[str, int]]  # name and number of columns
