@@ -2,6 +2,6 @@
 
 from models.fixed import FixedModule, own_memory
 from models.registry import build_model
-from models.staged import Stage, StagedModel
+from models.staged import Extractor, Stage, StagedModel
 
-__all__ = ["FixedModule", "Stage", "StagedModel", "build_model", "own_memory"]
+__all__ = ["Extractor", "FixedModule", "Stage", "StagedModel", "build_model", "own_memory"]

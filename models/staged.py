@@ -8,6 +8,7 @@ knows a method.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -117,6 +118,20 @@ class StagedModel(FixedModule):
             h = module(h)
         return _in_full(h)
 
+    @cached_property
+    def _extractors(self) -> dict[str, "Extractor"]:
+        return {}
+
+    def _forget(self) -> None:
+        super()._forget()
+        vars(self).pop("_extractors", None)
+
+    def extractor(self, split: str) -> "Extractor":
+        """The stages up to and including `split`, made once: `extract` as a module."""
+        if split not in self._extractors:
+            self._extractors[split] = Extractor(self, split)
+        return self._extractors[split]
+
     def extractor_keys(self, split: str) -> list[str]:
         """The state_dict keys of the stages up to and including `split`."""
         last = self._stage_index(split)
@@ -153,3 +168,22 @@ class StagedModel(FixedModule):
 def _in_full(x: Tensor) -> Tensor:
     """The bfloat16 output of an autocast pass as float32, in which losses are computed."""
     return x.float() if x.dtype is torch.bfloat16 else x
+
+
+class Extractor(FixedModule):
+    """The stages of a model up to `split`, as a module of their own that shares its weights."""
+
+    def __init__(self, model: StagedModel, split: str) -> None:
+        super().__init__()
+        self.stages = nn.ModuleDict()
+        for name, stage in model.stages.items():
+            self.stages[name] = stage
+            if name == split:
+                break
+        self.to_features = model.to_features if split == model.stage_names[-1] else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The representation of x [B, C, H, W], [B, ...]."""
+        for stage in self.stages.values():
+            x = stage(x)
+        return _in_full(self.to_features(x))

@@ -136,6 +136,20 @@ def test_extractor_and_head_share_out_the_state(name):
     assert head == ["classifier.weight", "classifier.bias"]
 
 
+def test_an_extractor_is_made_once_and_has_the_weights_of_a_model_that_moved_or_was_copied():
+    model = build_narrow("resnet18", num_classes=10, channels=3, image_size=32, norm="batch").eval()
+    split = model.stage_names[0]
+    first = model.extractor(split)
+    assert model.extractor(split) is first
+    assert len(first.tensors) > len(first.weights)  # statistics, which a move replaces
+    model.double()
+    for one in (model, copy.deepcopy(model)):
+        extractor, keys = one.extractor(split), one.extractor_keys(split)
+        assert [*extractor.tensors] == keys
+        assert all(extractor.tensors[key] is one.tensors[key] for key in keys)
+        assert torch.equal(extractor(images().double()), one.extract(images().double(), split))
+
+
 @each_model
 def test_every_weight_of_the_network_gets_a_gradient(name):
     model = build_narrow(name, num_classes=3, channels=1, image_size=28, seed=0)

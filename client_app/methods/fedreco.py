@@ -30,7 +30,7 @@ from client_app.method import Method, Phases, Update
 from client_app.privacy import privatise
 from client_app.round import RoundContext
 from client_app.trainer import Duration, Phase, copy_of
-from models import FixedModule, StagedModel
+from models import Extractor, StagedModel
 from protocol.messages import Arrays
 from protocol.options import any_text, at_least, duration, option, parse_duration
 
@@ -43,32 +43,12 @@ def representation_distance(h: Tensor, h_0: Tensor) -> Tensor:
     return (h.flatten(1) - h_0.flatten(1)).square().sum(1).mean()
 
 
-def consensus_gradient(extract_0: nn.Module, x: Tensor, h: Tensor) -> Arrays:
+def consensus_gradient(extract_0: Extractor, x: Tensor, h: Tensor) -> Arrays:
     """g_i: the gradient of H_i with respect to u_0, by parameter name; h is u_i's, a constant."""
-    parameters = dict(extract_0.named_parameters())
+    parameters = {n: t for n, t in extract_0.tensors.items() if isinstance(t, nn.Parameter)}
     distance = representation_distance(h.detach(), extract_0(x))
     gradients = torch.autograd.grad(distance, list(parameters.values()))
     return dict(zip(parameters, gradients, strict=True))
-
-
-class Extractor(FixedModule):
-    """The stages of a model up to the split, as a module of their own, sharing its weights."""
-
-    def __init__(self, model: StagedModel, split: str) -> None:
-        super().__init__()
-        self.stages = nn.ModuleDict()
-        for name, stage in model.stages.items():
-            self.stages[name] = stage
-            if name == split:
-                break
-        self.to_features = model.to_features if split == model.stage_names[-1] else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The representation of x [B, C, H, W], [B, ...]."""
-        for stage in self.stages.values():
-            x = stage(x)
-        out: Tensor = self.to_features(x)
-        return out.float() if out.dtype is torch.bfloat16 else out  # in `precision = "bf16"`
 
 
 @dataclass(frozen=True)
@@ -120,7 +100,7 @@ class FedReCo(Method):
         model = self.personal_model(ctx, ctx.state).train().requires_grad_(True)
         split = self.split_stage(model)
         shared = ctx.network("global", ctx.config.model.model)
-        u_i, u_0 = Extractor(model, split), Extractor(shared, self.split_stage(shared))
+        u_i, u_0 = model.extractor(split), shared.extractor(self.split_stage(shared))
         u_0.load_state_dict(ctx.received)
         u_0.eval().requires_grad_(False)
         in_u = {id(p) for p in u_i.weights}

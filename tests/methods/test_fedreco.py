@@ -20,10 +20,11 @@ from client_fixtures import (
 )
 
 from client_app.methods import method_of
-from client_app.methods.fedreco import Extractor, consensus_gradient, representation_distance
+from client_app.methods.fedreco import consensus_gradient, representation_distance
 from client_app.process_cache import ProcessCache
 from client_app.samples import Samples
 from client_app.setup import build_network, representation_width
+from models import Extractor
 from protocol.config import config_from_json
 from strategies.fedreco import FedReCoServer
 
@@ -237,7 +238,7 @@ def test_representations_as_wide_but_shaped_otherwise_are_not_broadcast():
 def test_g_i_is_the_slope_of_h_i_in_every_direction(split):
     config = reco()
     network = build_network(config, SHAPE, NUM_CLASSES, seed=1).double()
-    u_0 = Extractor(network, split)
+    u_0 = network.extractor(split)
     generator = torch.Generator().manual_seed(2)
     x = torch.randn((4, *SHAPE), generator=generator, dtype=torch.float64)
     h = network.extract(x, split).detach()
