@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -331,9 +332,9 @@ def seeds_for(recipe: Recipe, cells: Sequence[Cell], full_grid: bool) -> Sequenc
 
 
 def job_name(recipe: Recipe, options: Options) -> str:
-    """The file name of a job, without suffix."""
+    """The file name of a job, without suffix; ASCII alone, so that it has few bytes."""
     key = json.dumps([recipe.content, options.label, options.full_grid]).encode()
-    slug = "".join(c if c.isalnum() else "-" for c in f"{recipe.name}--{options.label}")
+    slug = re.sub("[^A-Za-z0-9]", "-", f"{recipe.name}--{options.label}")
     return f"{slug[:MAX_SLUG]}-{digest(key)[:8]}"
 
 

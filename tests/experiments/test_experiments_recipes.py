@@ -707,6 +707,12 @@ def test_ten_and_ten_point_zero_are_one_job(tmp_path):
     assert names[0] == names[1] != names[2]
 
 
+def test_the_job_of_a_recipe_with_a_long_name_in_any_script_fits_in_a_file_name(tmp_path):
+    path = tmp_path / f"{'實' * 83}.yaml"  # as long as file systems allow
+    recipe = parse_recipe("config: {method: fedintr}\nrows: {A: {}}\n", path)
+    assert len(f"{job_name(recipe, PAPER)}.json".encode()) < 255
+
+
 def test_ten_and_ten_point_zero_are_one_run_found_also_under_its_name_of_0_1(tmp_path):
     cell = load_recipe("fedintr-table-1").cell("FedIntR", "CIFAR-10")
     runs = [run_of(cell, {"fedintr.mu": mu}, 0, PAPER, tmp_path) for mu in TENS]
