@@ -216,8 +216,9 @@ def test_evidence_against_a_verdict_is_on_the_page_and_named_beside_it(output):
     page = summary_of(output)
     (row,) = [line for line in page.splitlines() if line.startswith(f"| {claim} (")]
     assert row.endswith("; not the paper's setting; contradicted by other runs |")
-    assert f"**{claim}: reproduced; {EARLY}.** Difference +3.00" in page
-    assert f"**{claim}: not reproduced; {EARLY}.** Difference -10.00" in page
+    beside = f"{EARLY}; {load_recipe('fedcka-table-2').remark}"
+    assert f"**{claim}: reproduced; {beside}.** Difference +3.00" in page
+    assert f"**{claim}: not reproduced; {beside}.** Difference -10.00" in page
 
 
 def test_an_open_verdict_names_a_decided_one_of_other_runs():
@@ -664,7 +665,8 @@ def test_the_page_and_the_table_say_what_an_archive_holds(output):
     *_, picture = write_summary(output / "histories", page, readme)
     row = "| FedCKA above FedAvg on CIFAR-10, alpha 5 (FedCKA Table 2) "
     row += f"| +3.49 | +3.00 [+3.00, +3.00] | 3 | reproduced; {EARLY}; "
-    row += f"{load_recipe('fedcka-table-2').remark}; not the paper's setting |"
+    remark = load_recipe("fedcka-table-2").remark
+    row += f"{remark}; not the paper's setting |"
     for made in (page, readme):
         assert row in made.read_text()
     assert readme.read_text().startswith(f"before\n{BEGIN}\n| claim")
@@ -675,7 +677,7 @@ def test_the_page_and_the_table_say_what_an_archive_holds(output):
     assert "6 runs on cpu: some: 41 min 0 s of rounds, the longest 6 min 50 s." in text
     assert "Processor time of the clients: 246.0 core hours." in text
     assert f"Code: {OTHER}. Precision: fp32. Packages: keel 0.2.0 51716e2fbfa1." in text
-    assert f"alpha 5: reproduced; {EARLY}.** Difference +3.00 [+3.00, +3.00]" in text
+    assert f"alpha 5: reproduced; {EARLY}; {remark}.** Difference +3.00 [+3.00, +3.00]" in text
     assert "num-rounds 41 (paper: 100); source folder:cifar10-jpg (paper: cifar10)" in text
     assert f"| FedCKA | 67.86 | 64.00 ± 1.00 (5); {EARLY} |" in text
     assert f"](curves/{picture.name})" in text
