@@ -5,6 +5,7 @@ The claims are the headlines of the shipped recipes; the numbers come from the a
 
 import re
 import shlex
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -92,6 +93,28 @@ class Evidence:
     def headlines(self) -> list[JudgedClaim]:
         """Judged headline claims; only the first of those that read the same runs at one round."""
         return [claim for claim in different_headlines(self.claims) if claim.seeds]
+
+    @property
+    def about_seeds(self) -> Iterator[str]:
+        """Sentences on seeds that are missing, and the means over those that all rows have."""
+        num_asked, num_planned = len(self.options.seeds), len(self.recipe.seeds)
+        if num_asked < num_planned:
+            yield f"These are {num_asked} of the recipe's {num_planned} seeds."
+        for column in self.recipe.columns:
+            rows = {
+                row: result.counted
+                for (row, name), result in self.results.items()
+                if name == column.name and result.mean is not None and not result.cell.take.is_time
+            }
+            common = set[int]().union(*rows.values()).intersection(*rows.values())
+            if any(numbers.keys() != common for numbers in rows.values()) and common:
+                means = (
+                    f"{row} {statistics.fmean(numbers[seed] for seed in common):.2f}"
+                    for row, numbers in rows.items()
+                )
+                which = f"the seed{'s' * (len(common) > 1)} that all rows have"
+                which += f" ({', '.join(map(str, sorted(common)))})"
+                yield f"{column.name}, over {which}: {', '.join(means)}."
 
     @property
     def about(self) -> str:

@@ -740,6 +740,25 @@ def test_a_picture_has_the_seeds_that_both_sides_have(output):
     assert ends == {"FedCKA": (41, pytest.approx(65)), "FedAvg": (41, pytest.approx(62))}
 
 
+def test_rows_of_other_seeds_are_compared_over_those_that_all_have(output):
+    """A row's mean over one seed beside the mean over three was that of other seeds."""
+    (found,) = evidence_in(output)
+    assert [*found.about_seeds] == []
+    for path in output.glob("runs/fedcka-*seed[01]-*"):
+        shutil.rmtree(path)
+    (found,) = evidence_in(output)
+    (sentence,) = found.about_seeds
+    assert sentence == "alpha 5, over the seed that all rows have (2): FedAvg 62.00, FedCKA 65.00."
+    shutil.rmtree(next(output.glob("runs/fedavg-*seed2-*")))
+    (found,) = evidence_in(output)
+    assert [*found.about_seeds] == []  # no common seed
+
+
+def test_a_table_says_that_fewer_seeds_than_the_recipes_were_asked_for(tmp_path):
+    (found,) = evidence_in(fake_job(tmp_path, {}, 0.03, seeds=(0, 1)))
+    assert [*found.about_seeds] == ["These are 2 of the recipe's 3 seeds."]
+
+
 @pytest.mark.parametrize(("rounds", "num_lines"), [(1000, 2), (500, 0)])
 def test_a_picture_has_no_paper_value_of_a_round_after_its_last(tmp_path, rounds, num_lines):
     only = ["FedRCL", "FedAvg", "CIFAR-10, alpha 0.6, 1000R"]
