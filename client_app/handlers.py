@@ -434,11 +434,12 @@ def prepare(
     """
     check_limits(request.config, context.node_config)
     last_accepted_round = last_accepted_round_of(message)
-    is_stateful = method_of(request.config).is_stateful
-    folder = state_folder(request, context.node_config)
+    is_stateful, state = method_of(request.config).is_stateful, {}
+    if is_stateful:
+        folder = state_folder(request, context.node_config)
+        state = folder.load(before_round, last_accepted_round)
     received = tensors(get_record(message.content, "arrays", ArrayRecord))
     extra = tensors(find_record(message.content, "extra", ArrayRecord))
-    state = folder.load(before_round, last_accepted_round) if is_stateful else {}
     return lambda: process_caches.of(request.config).begin_round(
         request, context.node_config, received, extra, state, last_accepted_round
     )

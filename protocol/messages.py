@@ -39,7 +39,7 @@ from torch import Tensor
 from protocol.code import code_digest
 from protocol.config import RunConfig, config_from_json, keel_version
 from protocol.flower_compat import LazyArray
-from protocol.packing import Pieces, packed_pieces, packed_size
+from protocol.packing import Pieces, Shapes, packed_pieces, packed_size
 from protocol.text import check_client_name, in_one_line
 
 Arrays = dict[str, Tensor]
@@ -268,6 +268,12 @@ def names_of(names: Iterable[str]) -> dict[str, str]:
     return {"names": json.dumps([*names])}
 
 
+@lru_cache(maxsize=16)  # the same in every message of a run
+def size_of(shapes: Shapes) -> int:
+    """Bytes of packed arrays of these names, dtypes and shapes."""
+    return packed_size(shapes, names_of(name for name, *_ in shapes))
+
+
 class HandedArrays(LazyArray):
     """Tensors as one Flower array; it makes its bytes once they are read, to leave the process."""
 
@@ -287,8 +293,7 @@ class HandedArrays(LazyArray):
     def size_bytes(self) -> int:
         """The number of bytes, without making them."""
         arrays: Arrays = self.__dict__["arrays"]
-        shapes = ((name, a.dtype, a.shape) for name, a in arrays.items())
-        return packed_size(shapes, names_of(arrays))
+        return size_of(tuple((name, a.dtype, a.shape) for name, a in arrays.items()))
 
 
 class SummedArrays(HandedArrays):

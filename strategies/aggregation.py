@@ -76,20 +76,18 @@ def weighted_mean(replies: Sequence[TrainReply], weights: Sequence[float]) -> Ar
     Floating arrays are summed in their own precision; integers (counters) in double precision, then
     rounded.
     """
-    total, sums = sum(weights), dict[str, torch.Tensor]()
-    for reply, weight in zip(replies, weights, strict=True):
-        for name, array in reply.arrays.items():
-            if not array.is_floating_point():
-                term = array.double() * weight
-                sums[name] = sums[name] + term if name in sums else term
-            elif name in sums:
-                sums[name].add_(array, alpha=weight / total)
-            else:
-                sums[name] = array * (weight / total)
-    for name, like in replies[0].arrays.items():
-        if not like.is_floating_point():
-            sums[name] = (sums[name] / total).round().to(like.dtype)
-    return sums
+    total, first = sum(weights), replies[0].arrays
+    shares = [weight / total for weight in weights]
+    floating = [name for name, like in first.items() if like.is_floating_point()]
+    means = {name: first[name] * shares[0] for name in floating}
+    for reply, share in zip(replies[1:], shares[1:], strict=True):
+        arrays = [reply.arrays[name] for name in floating]
+        if arrays:  # torch refuses empty lists
+            torch._foreach_add_(list(means.values()), arrays, alpha=share)
+    for name in first.keys() - means.keys():
+        terms = (r.arrays[name].double() * w for r, w in zip(replies, weights, strict=True))
+        means[name] = (sum(terms, torch.zeros(())) / total).round().to(first[name].dtype)
+    return {name: means[name] for name in first}
 
 
 def capped_counts(counts: Sequence[float], is_checked: Sequence[bool], share: float) -> list[float]:

@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -127,7 +128,7 @@ class ExpectedReply:
     outliers: frozenset[str] = frozenset()
     sent: Arrays = field(default_factory=dict)
 
-    @property
+    @cached_property
     def max_bytes(self) -> int:
         """The largest size of a valid reply."""
         arrays = [*self.arrays.values(), *self.extra.values()]
