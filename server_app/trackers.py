@@ -187,10 +187,15 @@ class MlflowRun:
             return str(run.info.run_id)
 
         self.run_id, is_new = tracker_id(info.directory, "mlflow", create)
+        logged = {}
         if not is_new:
             self.client.update_run(self.run_id, status="RUNNING")
-            return
-        params = [Param(key, str(value)[:MLFLOW_VALUE]) for key, value in info.config.items()]
+            logged = self.client.get_run(self.run_id).data.params  # maybe not all: see `Tracked`
+        params = [
+            Param(key, str(value)[:MLFLOW_VALUE])
+            for key, value in info.config.items()
+            if key not in logged
+        ]
         for i in range(0, len(params), MLFLOW_BATCH):
             self.client.log_batch(self.run_id, params=params[i : i + MLFLOW_BATCH])
 

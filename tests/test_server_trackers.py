@@ -159,6 +159,27 @@ def test_mlflow_gets_config_metrics_and_files_in_one_run_over_a_resume(run, tmp_
     assert {"config.json", "summary.json", "history.jsonl"} <= files
 
 
+def test_mlflow_gets_all_parameters_after_a_failure_between_two_calls(run, tmp_path, monkeypatch):
+    pytest.importorskip("mlflow", reason="needs the extra `mlflow`")
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'ml.db'}")
+    log_batch, calls = MlflowClient.log_batch, []
+
+    def fails_the_second_time(self, *args, **kwargs):
+        calls.append(kwargs)
+        if len(calls) == 2:
+            raise OSError("offline")
+        return log_batch(self, *args, **kwargs)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", fails_the_second_time)
+    monkeypatch.setattr(server_app.trackers, "MLFLOW_BATCH", 50)
+    folder = run(quick | {"tracker": "mlflow"})
+    run_id = json.loads((folder / "trackers.json").read_text())["mlflow"]
+    params = MlflowClient().get_run(run_id).data.params
+    assert params.keys() == resolve_config({}).flat.keys()
+
+
 def test_wandb_gets_config_metrics_and_files_offline_in_one_run_over_a_resume(run, monkeypatch):
     pytest.importorskip("wandb", reason="needs the extra `wandb`")
     monkeypatch.setenv("WANDB_MODE", "offline")
