@@ -180,22 +180,25 @@ def test_a_worker_starts_for_each_node_of_flowers_at_most_spread_over_the_machin
 
 
 def test_flower_is_asked_how_many_nodes_a_simulation_has():
-    """The number of its nodes is what the backend that it makes is limited to."""
+    """The number of its nodes is what the backend is limited to; it learns when the run is over."""
     vce_api = importlib.import_module(vce_api_name)
     source = inspect.getsource(vce_api.start_vce)
     call = source[source.index("run_api(\n") :]
     assert call.split()[1:4] == ["app_fn,", "backend_fn,", "nodes_mapping,"]
-    made = []
+    assert call.split()[6] == "f_stop,"
+    made, is_over = [], threading.Event()
 
     def run_api(app_fn, backend_fn, nodes, *rest):
         made.append((backend_fn(), app_fn, nodes, rest))
 
     limited = limit_workers(run_api)
-    limited("app", lambda: SimpleNamespace(max_workers=MAX_WORKERS), {7: 0, 8: 1}, "state")
-    limited("app", lambda: SimpleNamespace(max_workers=0), range(MAX_WORKERS + 1))
+    rest = ("state", "contexts", is_over, "metrics")
+    limited("app", lambda: SimpleNamespace(max_workers=MAX_WORKERS), {7: 0, 8: 1}, *rest)
+    limited("app", lambda: SimpleNamespace(max_workers=0), range(MAX_WORKERS + 1), *rest)
     [(found, *others), (of_many, *_)] = made
     assert (found.max_workers, of_many.max_workers) == (2, MAX_WORKERS)
-    assert others == ["app", {7: 0, 8: 1}, ("state",)]
+    assert others == ["app", {7: 0, 8: 1}, rest]
+    assert found.is_over is is_over
 
 
 def test_messages_to_workers_are_looked_for_as_flower_does():
@@ -394,7 +397,7 @@ def backend(monkeypatch):
         monkeypatch.setattr(ClusterBackend, "__init__", lambda self: None)
         found = ClusterBackend()
         found.changed, found.own = threading.Condition(), {}
-        found.is_over, found.log_lines = False, []
+        found.is_over, found.log_lines = threading.Event(), []
         found.workers, found.client_resources = [], resources or {"num_cpus": 1}
         found.max_workers = max_workers
         monkeypatch.setattr(ray_backend, "started", Future())
@@ -521,6 +524,18 @@ def test_a_message_whose_worker_died_goes_to_the_worker_that_has_waited_longest(
     ray.dies = {"a"}  # each that is started there
     assert found.process_message(*asked) == ("reply of b", "context")
     assert ray.asked == ["a", "b"]
+
+
+def test_a_worker_that_still_trains_does_not_hold_up_the_end_of_the_run(backend, asked):
+    """A run whose last round exceeded `round-timeout` ended when the training did, or never."""
+    found, ray = backend(node("a", 1))
+    looks = iter([[], [], ["done"]])
+    ray.wait = lambda futures, num_returns, timeout: (next(looks), futures)
+    assert found.process_message(*asked) == ("reply of a", "context")  # while the run goes on
+    looks = iter([[]])
+    found.is_over.set()
+    reply, _ = found.process_message(*asked)
+    assert reply.error.reason == "the run is over"
 
 
 def test_a_message_on_which_each_worker_dies_is_an_error_of_one_line(backend, asked):

@@ -17,6 +17,7 @@ Replaces `RayBackend` (see `simulation_patches`), whose options and start of Ray
   every message it gets. Here it is replaced, and its message is sent again to another worker.
 - Flower gives a message to the worker that has waited longest. Here each of Flower's nodes has one
   of its own where there are enough, so that how fast it trains can be measured.
+- Flower waits at the end of a run until no worker trains, forever if one hangs. Here it ends them.
 - With `client-resources-num-gpus` unset, Flower's workers either see no GPU or all share the first
   one. Here each has a GPU, if there are any.
 
@@ -62,7 +63,7 @@ MAX_ATTEMPTS = 3  # of a message whose worker dies, on nodes that are alive
 # for workers to start, before and after the log mentions the late ones
 SOON_S, LATE_S = 20.0, 100.0
 OWN_RAY_S = 600.0  # instead of LATE_S where no other job uses Ray: the ServerApp waits no longer
-LOOK_S = 1.0  # between two looks whether any worker is left
+LOOK_S = 1.0  # between two looks whether any worker is left, and whether the run is over
 LOST = (RayActorError, ObjectLostError)  # the worker, or its node, is gone
 
 
@@ -99,7 +100,7 @@ class ClusterBackend(RayBackend):
         self.workers: list[Worker] = []
         self.max_workers = MAX_WORKERS
         self.changed = threading.Condition()  # of these
-        self.is_over = False
+        self.is_over = threading.Event()  # the ServerApp has ended
         self.log_lines: list[LogLine] = []  # for the run's log, which does not exist yet
         try:
             super().__init__(backend_config)
@@ -224,7 +225,7 @@ class ClusterBackend(RayBackend):
         """
         with self.changed:
             while not self.idle:
-                if not self.changed.wait(LOOK_S) and (not self.workers or self.is_over):
+                if not self.changed.wait(LOOK_S) and (not self.workers or self.is_over.is_set()):
                     raise RuntimeError("no worker of the simulation is left")
             worker = self.idle[0]
             if node is not None:
@@ -262,6 +263,10 @@ class ClusterBackend(RayBackend):
             worker = self.next_idle(node)
             try:
                 future = worker.actor.run.remote(self.app_fn, message, client, context)
+                while not ray.wait([future], num_returns=1, timeout=LOOK_S)[0]:
+                    if self.is_over.is_set():  # nobody reads the reply
+                        ended = Error(ErrorCode.UNKNOWN, "the run is over")
+                        return Message(ended, reply_to=message), context
                 _, reply, updated = ray.get(future)
             except LOST as error:
                 reason = in_one_line(error)
@@ -308,7 +313,7 @@ class ClusterBackend(RayBackend):
         with self.changed:
             self.workers.remove(worker)
             self.own = {node: own for node, own in self.own.items() if own is not worker}
-            if is_alive and not self.is_over:
+            if is_alive and not self.is_over.is_set():
                 ray.kill(worker.actor)
                 new = self.new_worker(worker.node)
                 self.workers.append(new)
@@ -339,7 +344,7 @@ class ClusterBackend(RayBackend):
 
     def terminate(self) -> None:
         """End the workers and leave Ray."""
-        self.is_over = True
+        self.is_over.set()
         for worker in self.workers:
             ray.kill(worker.actor)
         super().terminate()

@@ -4,8 +4,9 @@ That process loads the ClientApp before it creates its backend, and `client_app.
 `replace_backend` there. It puts `ray_backend.ClusterBackend` in the place of Flower's `RayBackend`,
 and threads without a limit in the place of its `ThreadPoolExecutor()`: that one has
 min(32, cores + 4), each waits for one worker, and the workers beyond never get a message. The
-backend learns how many nodes the simulation has. Flower looks for messages to the workers every
-0.1 s; `deliver_messages`, in the place of its function, does so more often. No public API for any.
+backend learns how many nodes the simulation has, and when the run is over. Flower looks for
+messages to the workers every 0.1 s; `deliver_messages`, in the place of its function, does so more
+often. No public API for any.
 """
 
 import sys
@@ -46,16 +47,28 @@ def replace_backend() -> None:
 
 
 def limit_workers(run_api: Callable[..., None]) -> Callable[..., None]:
-    """Flower's `run_api` with a backend that starts at most one worker for each of its nodes."""
+    """Flower's `run_api` with a backend that starts at most one worker for each of its nodes.
+
+    The backend also learns when the run is over.
+    """
 
     @wraps(run_api)
-    def limited(app_fn: Any, backend_fn: Callable[[], Any], nodes: Sized, *rest: Any) -> None:
+    def limited(
+        app_fn: Any,
+        backend_fn: Callable[[], Any],
+        nodes: Sized,
+        state_factory: Any,
+        contexts: Any,
+        is_over: threading.Event,
+        *rest: Any,
+    ) -> None:
         def limited_backend() -> Any:
             backend = backend_fn()
             backend.max_workers = min(len(nodes), MAX_WORKERS)
+            backend.is_over = is_over
             return backend
 
-        run_api(app_fn, limited_backend, nodes, *rest)
+        run_api(app_fn, limited_backend, nodes, state_factory, contexts, is_over, *rest)
 
     return limited
 
