@@ -68,6 +68,9 @@ def test_only_a_client_with_data_of_its_own_can_add_a_test_part(num_partitions):
     remedy = ["add samples, or put images under test/", "raise min-samples or alpha, or lower"]
     why = "it has one sample of each of its classes: "
     assert f"(evaluate-clients = 'all'): {why}{remedy[num_partitions]}" in line
+    line = rejected([site], evaluate_clients="all", local_test_fraction=0.5, partition="iid")
+    assert ("lower the number of clients" in line) == num_partitions
+    assert "alpha" not in line
 
 
 def test_counts_of_other_classes_are_refused_where_counts_are_withheld():
