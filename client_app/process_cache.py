@@ -25,6 +25,7 @@ from protocol.processes import keep_freed_memory
 available_threads = torch.get_num_threads()
 
 samples_cache_bytes = 256 * 2**20  # in each process
+client_bytes = 4096  # of a client in that cache, beside its images: about that much was measured
 
 
 def compile_passes(model: StagedModel, device: torch.device) -> None:
@@ -86,7 +87,7 @@ class ProcessCache:
             train, test = (Samples(s.images, s.labels, pixels, device) for s in splits)
             own = (train, test)
             forms = 2 if config.data.flip else 1  # with flips: plain and mirrored
-            self._sizes[client] = sum(forms * s.images.nbytes for s in own)
+            self._sizes[client] = client_bytes + sum(forms * s.images.nbytes for s in own)
             self._samples_bytes += self._sizes[client]
         self._samples[client] = own  # the newest is the last
         while self._samples_bytes > samples_cache_bytes and len(self._samples) > 1:

@@ -28,7 +28,7 @@ def test_another_run_has_other_samples():
 
 
 def test_the_clients_used_last_are_kept_within_the_limit(monkeypatch):
-    size = 12 * 28 * 28  # 60 samples over 5 clients
+    size = 12 * 28 * 28 + client_app.process_cache.client_bytes  # 60 samples over 5 clients
     monkeypatch.setattr(client_app.process_cache, "samples_cache_bytes", 2 * size)
     config, cache = make_config(), ProcessCache()
 
@@ -42,6 +42,16 @@ def test_the_clients_used_last_are_kept_within_the_limit(monkeypatch):
     assert samples_of(1) is not kept[1]
     monkeypatch.setattr(client_app.process_cache, "samples_cache_bytes", 0)
     assert len(samples_of(3)) == 12  # the one in use always is
+
+
+def test_clients_with_few_samples_take_no_more_memory_than_the_limit(monkeypatch):
+    """A million clients of two small images filled a gigabyte of 256 MiB."""
+    monkeypatch.setattr(client_app.process_cache, "samples_cache_bytes", 10 * 4096)
+    config, cache = make_config(), ProcessCache()
+    first = make_round(config, cache=cache, of=60).train_samples  # 784 bytes
+    for partition in range(1, 10):
+        make_round(config, cache=cache, partition=partition, of=60)
+    assert make_round(config, cache=cache, of=60).train_samples is not first
 
 
 def test_labels_can_be_had_without_images():
