@@ -37,6 +37,7 @@ from strategies.backoff import Backoff
 from strategies.sampling import FIRST_NODE, ClientNames, name_of, sample_cohort, sample_numbers
 from strategies.server_optimizers import server_optimizer
 from strategies.validation import (
+    MAX_REASONS,
     RECORD_BYTES,
     ExpectedReply,
     NormReference,
@@ -52,7 +53,6 @@ log = logging.getLogger("keel.server")
 # Up to this size, a round's updates are held until all have come and summed in the order of the
 # clients' names. Larger ones are summed by `ExactSum`, where possible as they come.
 STREAM_BYTES = 2**29
-MAX_REASONS = 5  # in the error of a round with too few replies
 
 
 class TooFewRepliesError(RuntimeError):

@@ -6,6 +6,7 @@ that stay within these bounds.
 
 import logging
 import math
+import re
 import statistics
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,8 @@ MAX_VALUE_RATIO = 1e4  # an array's largest value in a reply over what was sent,
 MAX_COUNTER_CHANGE = 2**24  # of an integer array from what was sent: more steps than any round has
 # the largest float32 loss; means of such values stay finite
 MAX_METRIC = torch.finfo(torch.float32).max
+MAX_REASONS = 5  # of clients that were left out, as the error and the log show them
+NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")
 RECORD_BYTES, ARRAY_BYTES = 2**20, 2**10  # allowed on top of the arrays' data: in all, per array
 
 
@@ -240,10 +243,16 @@ class Validation:
 
 
 def by_reason(left_out: Mapping[str, str]) -> dict[str, list[str]]:
-    """The clients that were left out, by the reason."""
+    """The clients that were left out, by the reason.
+
+    Of more than five reasons, those that differ in numbers alone are one: the first client's.
+    """
+    is_short = len(set(left_out.values())) <= MAX_REASONS
+    first: dict[str, str] = {}
     clients: dict[str, list[str]] = {}
     for client, reason in left_out.items():
-        clients.setdefault(reason, []).append(client)
+        kind = reason if is_short else NUMBER.sub("", reason)
+        clients.setdefault(first.setdefault(kind, reason), []).append(client)
     return clients
 
 

@@ -44,6 +44,7 @@ from protocol.messages import (
 )
 from strategies.aggregation import weighted_mean
 from strategies.average import Average, TooFewRepliesError
+from strategies.validation import by_reason
 
 pytestmark = pytest.mark.usefixtures("task_identity")
 shapes = {"conv": (2, 3, 1), "fc": (4,)}
@@ -574,6 +575,17 @@ def test_clients_that_are_left_out_for_one_reason_are_named_in_one_line(caplog):
     ]
 
 
+def test_many_reasons_that_differ_in_numbers_are_one_line_of_the_log():
+    """500 clients beyond `norm-bound` were 325 warnings, as each has another norm."""
+    reasons = {f"client-{i}": f"its update's norm is {i}.5e+0{i}, more than 3" for i in range(7)}
+    assert by_reason(reasons | {"client-7": "no power"}) == {
+        reasons["client-0"]: [*reasons],
+        "no power": ["client-7"],
+    }
+    few = dict(list(reasons.items())[:5])
+    assert by_reason(few) == {reason: [client] for client, reason in few.items()}
+
+
 def streaming(monkeypatch, **keys: Any) -> Average:
     monkeypatch.setattr(strategies.average, "STREAM_BYTES", 0)
     return average_of(**keys)
@@ -932,13 +944,17 @@ def test_too_few_good_replies_end_the_round_with_one_line_that_names_them_all():
     ("reason", "end"),
     [
         ("disk full", "client-0, client-1, client-2, client-3, client-4 and 3 more: disk full"),
-        ("disk {} full", "; client-3: disk 3 full; client-4: disk 4 full; and 3 more: see run.log"),
+        ("disk {} full", "client-3, client-4 and 3 more: disk 0 full"),
+        ("no {letter}", "; client-3: no d; client-4: no e; and 3 more: see run.log"),
     ],
 )
 def test_the_line_of_a_round_with_too_few_replies_gives_each_reason_once(reason, end):
     strategy = average_of(num_clients=8)
     messages = ask(strategy, network().state_dict())
-    replies = [Message(Error(1, reason.format(n)), reply_to=m) for n, m in enumerate(messages)]
+    replies = [
+        Message(Error(1, reason.format(n, letter="abcdefgh"[n])), reply_to=message)
+        for n, message in enumerate(messages)
+    ]
     with pytest.raises(TooFewRepliesError) as caught:
         strategy.aggregate_train(1, replies)
     assert str(caught.value).endswith(end)
