@@ -217,11 +217,14 @@ def stop(run: Annotated[str, typer.Argument(show_default=False)] = "") -> None:
     """
     running = [] if run else [each for each in all_runs() if each.is_running]
     saved = find_run(run) if run else only_run(running, "can be stopped", "keel stop")
-    if not saved.is_running:
-        raise ValueError(f"{saved.name} is not running: {saved.state}")
     from keel.deployment.simulation import end_abandoned, engine_folder
 
     engine_lock = engine_folder(saved.name) / ".lock"
+    if not saved.is_running:
+        if end_abandoned(engine_lock.parent):  # its `keel run` was killed, then it ended
+            print(f"{saved.name}: {saved.state}; ended Flower's processes that it had left")
+            return
+        raise ValueError(f"{saved.name} is not running: {saved.state}")
     pid = lock_holder(engine_lock if is_locked(engine_lock) else saved.directory / LOCK_FILE)
     if pid is None:
         raise RuntimeError(f"cannot determine which process writes {saved.directory}")

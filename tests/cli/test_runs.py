@@ -29,6 +29,7 @@ from keel.cli.main import main
 from keel.cli.plots import labels_of
 from keel.cli.progress import Terminal
 from keel.cli.runs import PLACES, is_flower, status_lines
+from keel.deployment.simulation import MARK, engine_folder
 from keel.runs import SavedRun, all_runs, differing_keys, find_run, is_locked, lock_holder
 from server_app.history import append_history
 from server_app.run_directory import RunDirectory
@@ -407,6 +408,24 @@ def test_a_run_that_is_removed_while_runs_are_listed_breaks_no_list(two, monkeyp
 
 def test_a_run_that_is_not_running_cannot_be_stopped(two, refusal):
     assert refusal("stop", "one") == "error: one is not running: finished\n"
+
+
+def test_stop_ends_the_superlink_of_a_killed_keel_run_after_its_run_has_finished(
+    two, tmp_path, printed, monkeypatch, refusal
+):
+    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+    folder = engine_folder("one")
+    folder.mkdir(parents=True)
+    (folder / "mark").write_text("left-over-1")
+    environment = os.environ | {MARK: "left-over-1"}
+    with subprocess.Popen(["sleep", "100"], env=environment) as process:
+        try:
+            text = printed("stop", str(two / "one"))
+            assert text == "one: finished; ended Flower's processes that it had left\n"
+            assert process.wait(10)
+        finally:
+            process.kill()
+    assert "one is not running: finished" in refusal("stop", str(two / "one"))
 
 
 def test_stop_and_resume_need_no_name_where_one_run_alone_is_meant(two, refusal, monkeypatch):
