@@ -268,12 +268,15 @@ def prepared(
     from keel.cli.progress import Terminal
     from keel.deployment.cluster import cluster_nodes
 
+    ray = options.ray
+    if options.engine is Engine.flower and not ray:  # the processes would use it, unchecked
+        ray = os.environ.get("RAY_ADDRESS", "")
     job = engines.Job(
         *(overrides, num_clients, resumed.directory if resumed else None),
         1 if options.cpus_per_client is None else options.cpus_per_client,
         options.gpus_per_client,
-        *(options.federation, options.root_certificates, options.ray),
-        nodes=cluster_nodes(options.ray) if options.ray else (),
+        *(options.federation, options.root_certificates, ray),
+        nodes=cluster_nodes(ray) if ray else (),
         is_on_cpu=config.train.device == "cpu",
     )
     terminal = Terminal(config.rounds.num_rounds, quiet)

@@ -1,5 +1,6 @@
 """`keel run` and `keel resume` in this process's engine: plan, progress, exit codes, Ctrl-C."""
 
+import socket
 import sys
 
 import pytest
@@ -77,6 +78,17 @@ def test_data_that_does_not_fit_is_refused_with_code_2(home, refusal, capsys):
 )
 def test_options_that_do_not_fit_are_one_line(home, refusal, words, line):
     assert refusal("run", *words).startswith(f"error: {line}")
+
+
+def test_a_cluster_of_the_environment_is_checked_as_one_of_the_command_line(
+    home, refusal, monkeypatch
+):
+    """With RAY_ADDRESS set to a cluster that has ended, the run waited without a word."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        assert f"--ray {address}: nothing listens there" in refusal("run", "--engine", "flower")
 
 
 @pytest.mark.parametrize(
