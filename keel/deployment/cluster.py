@@ -18,6 +18,10 @@ from protocol.ray_nodes import Node, living_nodes
 
 CONNECT_TIMEOUT_S = 5.0
 LIST_TIMEOUT_S = 60.0
+START = (
+    "start a cluster with `ray start --head`, and join it with `ray start --address HOST:PORT` on "
+    "each machine"
+)
 THIS_MACHINE = "auto"  # the cluster that this machine is a node of
 
 
@@ -34,7 +38,10 @@ def cluster_nodes(address: str) -> list[Node]:
     try:
         done = captured(command, environment, LIST_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise ValueError(f"--ray {address}: no answer in {LIST_TIMEOUT_S:g} s") from None
+        raise ValueError(
+            f"--ray {address}: no answer in {LIST_TIMEOUT_S:g} s; expected the HOST:PORT that "
+            "`ray start --head` prints"
+        ) from None
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         reason = lines[-1] if lines else (done.stderr.splitlines() or ["no output"])[-1]
@@ -53,10 +60,7 @@ def check_address(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
-        raise ValueError(
-            f"--ray {address}: nothing listens there ({error}): start a cluster with `ray start "
-            "--head`, and join it with `ray start --address HOST:PORT` on each machine"
-        ) from None
+        raise ValueError(f"--ray {address}: nothing listens there ({error}): {START}") from None
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -65,6 +69,9 @@ def main(arguments: Sequence[str]) -> int:
 
     try:
         ray.init(address=arguments[0], logging_level=logging.ERROR, log_to_driver=False)
+    except ConnectionError:  # its text names options that Keel does not have
+        print(f"no Ray cluster there: {START}")
+        return 1
     except Exception as error:
         print(" ".join(str(error).split())[:500])
         return 1

@@ -72,6 +72,17 @@ def test_what_ray_says_of_a_cluster_it_cannot_use_is_one_line(monkeypatch, out, 
         cluster_nodes("auto")
 
 
+def test_a_machine_without_a_cluster_is_told_how_to_start_one(monkeypatch, capsys):
+    """Ray named `--address`, which Keel does not have."""
+
+    def init(**options):
+        raise ConnectionError("Please specify the one to connect to by setting `--address`")
+
+    monkeypatch.setattr("ray.init", init)
+    assert cluster.main(["auto"]) == 1
+    assert capsys.readouterr().out.startswith("no Ray cluster there: start a cluster with `ray st")
+
+
 def test_an_address_that_gives_no_answer_is_refused(monkeypatch):
     def run(command, timeout, **options):
         raise subprocess.TimeoutExpired(command, timeout)
