@@ -379,12 +379,12 @@ class FlowerRun:
         if self.process and self.process.poll() is None:
             self.process.terminate()
 
-    def status(self) -> str:
-        """The run's status on the SuperLink, such as finished:completed."""
+    def status(self, key: str = "status") -> str:
+        """The run's status on the SuperLink, such as finished:completed, or its status-details."""
         if not self.run_id:
             return ""
         try:
-            return str(self.client.run_info(int(self.run_id))["status"])
+            return str(self.client.run_info(int(self.run_id))[key])
         except (RuntimeError, ValueError, LookupError):
             return "unknown"
 
@@ -392,10 +392,14 @@ class FlowerRun:
         """Why it failed, in one line.
 
         Keel's error if there is one, else the first exception, which the later ones wrap, else
-        flwr's last line.
+        that its process was killed, else flwr's last line.
         """
         lines = self.log_path.read_text().splitlines() if self.log_path.exists() else []
         errors = [line for line in lines if " error: " in line or line.startswith("Error:")]
         raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
+        if not errors and not raised and "heartbeat" in self.status("status-details"):
+            return (
+                "the run's process was killed, or its Ray cluster ended: keel resume continues it"
+            )
         found = [*errors[-1:], *raised, last_line(self.log_path)][0]
         return re.sub(r"^(.* error: |Error: )", "", found)

@@ -100,6 +100,17 @@ def test_the_reason_of_a_failure_is_one_line(tmp_path, log, reason):
     assert FlowerRun(SuperLinkClient(tmp_path, "localhost:1"), root, path).reason() == reason
 
 
+def test_a_run_whose_process_was_killed_is_not_explained_by_its_last_round(tmp_path, monkeypatch):
+    """The error was `12:00:02 round 2/5: accuracy 10.00 %`."""
+    info = {"status": "finished:failed", "status-details": "No heartbeat received from the task"}
+    monkeypatch.setattr(SuperLinkClient, "run_info", lambda self, run_id: info)
+    flower = FlowerRun(SuperLinkClient(tmp_path, "localhost:1"), root, tmp_path / "log")
+    flower.read(io.StringIO("Successfully started run 12\n12:00:02 round 2/5: accuracy 10.00 %\n"))
+    assert flower.reason().startswith("the run's process was killed, or its Ray cluster ended: ")
+    flower.read(io.StringIO("12:00:03 error: no data\n"))
+    assert flower.reason() == "no data"
+
+
 ENDS = {
     "finished:completed": nullcontext(),
     "finished:failed": pytest.raises(RuntimeError, match=r"^the run failed: "),
@@ -115,7 +126,7 @@ def test_a_run_goes_on_while_its_superlink_restarts(monkeypatch, end):
     stopped = []
 
     def run_info(self, run_id):
-        answer = next(answers)
+        answer = next(answers, end)
         if isinstance(answer, RuntimeError):
             raise answer
         if answer == "Ctrl-C":
