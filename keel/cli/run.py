@@ -268,15 +268,15 @@ def prepared(
     from keel.cli.progress import Terminal
     from keel.deployment.cluster import cluster_nodes
 
-    ray = options.ray
+    ray, ray_key = options.ray, "--ray"
     if options.engine is Engine.flower and not ray:  # the processes would use it, unchecked
-        ray = os.environ.get("RAY_ADDRESS", "")
+        ray, ray_key = os.environ.get("RAY_ADDRESS", ""), "RAY_ADDRESS"
     job = engines.Job(
         *(overrides, num_clients, resumed.directory if resumed else None),
         1 if options.cpus_per_client is None else options.cpus_per_client,
         options.gpus_per_client,
         *(options.federation, options.root_certificates, ray),
-        nodes=cluster_nodes(ray) if ray else (),
+        nodes=cluster_nodes(ray, ray_key) if ray else (),
         is_on_cpu=config.train.device == "cpu",
     )
     terminal = Terminal(config.rounds.num_rounds, quiet)

@@ -25,13 +25,13 @@ START = (
 THIS_MACHINE = "auto"  # the cluster that this machine is a node of
 
 
-def cluster_nodes(address: str) -> list[Node]:
-    """The living nodes of the cluster at HOST:PORT, or `auto`.
+def cluster_nodes(address: str, named: str = "--ray") -> list[Node]:
+    """The living nodes of the cluster at HOST:PORT, or `auto`. named: what says the address.
 
     ValueError, one line, where there is no cluster, or where this machine is not one of its nodes.
     """
     if address != THIS_MACHINE:
-        check_address(address)
+        check_address(address, named)
     command = [sys.executable, "-m", "keel.deployment.cluster", address]
     environment = {**os.environ, "RAY_LOG_TO_DRIVER": "0"}
     environment.pop("RAY_ADDRESS", None)
@@ -39,28 +39,28 @@ def cluster_nodes(address: str) -> list[Node]:
         done = captured(command, environment, LIST_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise ValueError(
-            f"--ray {address}: no answer in {LIST_TIMEOUT_S:g} s; expected the HOST:PORT that "
+            f"{named} {address}: no answer in {LIST_TIMEOUT_S:g} s; expected the HOST:PORT that "
             "`ray start --head` prints"
         ) from None
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         reason = lines[-1] if lines else (done.stderr.splitlines() or ["no output"])[-1]
-        raise ValueError(f"--ray {address}: {reason}")
+        raise ValueError(f"{named} {address}: {reason}")
     return [Node(**node) for node in json.loads(lines[-1])]
 
 
-def check_address(address: str) -> None:
+def check_address(address: str, named: str = "--ray") -> None:
     """ValueError, one line, unless something listens at HOST:PORT."""
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdecimal():
         raise ValueError(
-            f"--ray {address}: expected HOST:PORT, as `ray start --head` prints it, or "
+            f"{named} {address}: expected HOST:PORT, as `ray start --head` prints it, or "
             f"{THIS_MACHINE} for the cluster that this machine is a node of"
         )
     try:
         socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
-        raise ValueError(f"--ray {address}: nothing listens there ({error}): {START}") from None
+        raise ValueError(f"{named} {address}: nothing listens there ({error}): {START}") from None
 
 
 def main(arguments: Sequence[str]) -> int:
