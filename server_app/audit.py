@@ -89,7 +89,7 @@ def released_clients(directory: Path) -> Counter[str]:
 
 def audit_end(directory: Path) -> dict[str, Any]:
     """The number of lines and the last digest, for the manifest."""
-    lines = (directory / AUDIT_FILE).read_text().splitlines()
+    lines = (directory / AUDIT_FILE).read_bytes().splitlines()
     return {"lines": len(lines), "digest": json.loads(lines[-1])["digest"]}
 
 

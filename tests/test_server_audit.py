@@ -121,6 +121,16 @@ def test_a_resume_says_that_the_audit_log_was_cut_off(run):
     assert "audit.jsonl: round 1 of the history is not in it" in (folder / "run.log").read_text()
 
 
+def test_a_run_with_a_damaged_line_ends_when_it_is_resumed(run):
+    """A byte that is no UTF-8 ended it with an error that named no file, after its last round."""
+    folder = run(SMALL | {"method": "fedavg", "num-rounds": 1, "keep-state": True})
+    log = folder / "audit.jsonl"
+    log.write_bytes(b"\xff" + log.read_bytes()[1:])
+    resume(folder, **{"num-rounds": 2})
+    assert read_manifest(folder)["audit"] == audit_end(folder)
+    assert audit_problem(folder) == "audit.jsonl: line 1 is damaged"
+
+
 @pytest.mark.parametrize("left", [-1, 0])
 def test_an_end_that_was_cut_off_before_a_resume_is_not_forgotten(run, left):
     """Cut behind the last round's `sent`, the history knows nothing of it; or the log was deleted.
