@@ -253,11 +253,12 @@ def find_run(run: str | Path = "") -> SavedRun:
             raise ValueError(f"there is no run in {base} yet; `keel run` starts one")
         return runs[0]
     path = Path(text).expanduser()
-    for candidate in (path, base / text):
-        if (candidate / CONFIG_FILE).is_file():
-            return SavedRun(full_path(candidate))
-    if path.is_dir():
-        raise ValueError(f"{path} has no {CONFIG_FILE}: not a run directory")
+    places = [place for place in (path, base / text) if place.is_dir()]
+    for place in places:
+        if (place / CONFIG_FILE).is_file():
+            return SavedRun(full_path(place))
+    if places:
+        raise ValueError(f"{places[0]} has no {CONFIG_FILE}: not a run directory")
     if len(path.parts) > 1:
         raise ValueError(f"{path} does not exist")
     names = sorted(found.parent.name for found in base.glob(f"*/{CONFIG_FILE}"))

@@ -168,8 +168,10 @@ def test_runs_are_found_by_path_name_and_unique_beginning(two, tmp_path):
         find_run("o")
     with pytest.raises(ValueError, match="there is no run 'third'"):
         find_run("third")
-    with pytest.raises(ValueError, match=r"has no config\.json"):
-        find_run(tmp_path)
+    (two / "oth").mkdir()  # a run that lost its config: "other" is not meant
+    for name in (tmp_path, "oth"):
+        with pytest.raises(ValueError, match=r"has no config\.json"):
+            find_run(name)
 
 
 @pytest.mark.parametrize("command", [["diagnose"], ["experiments", "verify"], ["status"]])
