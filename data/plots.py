@@ -1,5 +1,6 @@
 """A plot of how labels are distributed over clients."""
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,8 @@ MAX_NUMBERED_CLIENTS = 20
 MAX_NAMED_CLASSES = 40
 MAX_COLUMNS = 500  # with more clients, several share one
 MAX_NAME = 24  # characters of a class name
+# a line for each character of a class name, such as a Chinese one; it is drawn as a box
+warnings.filterwarnings("ignore", message="Glyph .* missing from font")
 
 
 def plot_label_distribution(

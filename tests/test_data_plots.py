@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import tracemalloc
 
 import numpy as np
@@ -17,6 +19,14 @@ def test_plot_is_written_for_few_and_many(tmp_path, num_clients, num_classes):
     with Image.open(path) as image:
         assert image.format == "PNG"
         assert image.width <= 1800
+
+
+def test_a_character_that_the_font_lacks_prints_no_warning(tmp_path):
+    """In a process of its own: pytest resets the filters of warnings."""
+    call = f"plot_label_distribution([[1, 2]], ['日', 'b'], Path({str(tmp_path / 'x.png')!r}))"
+    code = f"from pathlib import Path; from data.plots import *; {call}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
 
 
 def test_clients_run_along_x_and_more_samples_are_darker(tmp_path):
