@@ -12,6 +12,8 @@ from client_app.trainer import Duration, Phase
 from models import StagedModel
 from protocol.messages import Arrays
 
+PARTS = ("head", "extractor", "full")  # of a model, which `part_phase` trains
+
 
 def head_of(model: StagedModel) -> Arrays:
     """Copies of the classifier's arrays, by their names in the whole model."""
@@ -51,6 +53,8 @@ def part_phase(
     fine-tuning. decays: whether lr decays like the run's.
     """
     model = ctx.model
+    if part not in PARTS:
+        raise ValueError(f"part_phase: part = {part!r}: expected one of {', '.join(PARTS)}")
     trained: nn.Module = {"head": model.classifier, "extractor": model.stages, "full": model}[part]
     model.eval().requires_grad_(False)
     trained.train().requires_grad_(True)

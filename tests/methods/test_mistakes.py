@@ -14,6 +14,7 @@ from client_app.methods import method_class
 from client_app.methods.fedavg import FedAvg
 from client_app.methods.moon import MOON
 from client_app.objective import LocalObjective
+from client_app.split_model import part_phase
 from keel.cli.main import main
 from protocol import catalogue
 from protocol.catalogue import options_class
@@ -125,6 +126,17 @@ def test_an_update_with_a_field_of_another_type_is_named(field, value: Any, foun
     fields = {"arrays": {}, "num_steps": 1, "terms": {}} | {field: value}
     with pytest.raises(TypeError, match=re.escape(found)):
         check_update(FedAvg(), Update(**fields))
+
+
+def test_a_part_of_the_model_that_does_not_exist_is_named(run, monkeypatch):
+    """The reason was "KeyError: 'extracter'", without a file and a line."""
+
+    def phases(self, ctx):
+        yield part_phase(ctx, "extracter", 1, 0.1, stream="batches")
+
+    monkeypatch.setattr(FedAvg, "phases", phases)
+    with pytest.raises(RuntimeError, match=r"part = 'extracter': expected one of head, extr"):
+        run(SMALL | QUICK)
 
 
 def test_phases_that_yield_nothing_are_named():
