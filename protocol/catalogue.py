@@ -218,6 +218,8 @@ def _parsed(path: Path) -> ast.Module:
         return ast.parse(path.read_text(), str(path))
     except SyntaxError as error:
         raise ValueError(f"{path}:{error.lineno}: {error.msg}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: {error}: save it as UTF-8") from None
 
 
 def _class_node(path: Path, name: str) -> ast.ClassDef:

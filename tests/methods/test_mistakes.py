@@ -295,6 +295,13 @@ def test_the_previous_model_without_client_state_is_refused_before_training(tmp_
     assert options_class(tmp_path / "good.py", "Mine").is_stateful
 
 
+def test_a_file_that_is_not_utf_8_is_named(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_bytes("# André\nclass Mine:\n    pass\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=rf"^{path}: .*0xe9.*: save it as UTF-8$"):
+        options_class(path, "Mine")
+
+
 def test_an_import_of_what_is_not_there_is_named_with_its_file(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("from protocol.options import at_leest\n\n\nclass Mine:\n    pass\n")
