@@ -283,7 +283,13 @@ def _read_npz(path: Path) -> RawSource:
             found = ", ".join(file.files[:10]) or "no arrays"
             arrays = {key: file[key] for key in keys if key in file}
     except Exception as error:  # those of zipfile and zlib, and MemoryError for a damaged header
-        raise ValueError(f"{path}: not a readable npz file: {one_line(error)}") from error
+        reason = one_line(error)
+        if "allow_pickle" in reason:
+            reason = (
+                "an array holds Python objects, such as images that differ in size: make it an "
+                "array of numbers"
+            )
+        raise ValueError(f"{path}: not a readable npz file: {reason}") from error
     missing = [key for key in keys if key not in arrays]
     if missing:
         lack = f"no {', '.join(missing)}; expected {', '.join(keys)}"

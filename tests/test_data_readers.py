@@ -311,7 +311,7 @@ def test_idx_files_that_are_missing_or_broken(load, tmp_path, monkeypatch):
         ({"y_train": np.array([0, 1, 2, 3, 4, 10**5])}, "has the label 100000; expected less than"),
         ({"y_test": np.array([0, 3, 1])}, "y_test has the label 3; expected 0 to 2"),
         ({"y_train": np.array([0, 1, -1, 0, 1, 2])}, "y_train has the label -1"),
-        ({"y_train": np.array([None] * 6)}, "not a readable npz file: ValueError: Object arrays"),
+        ({"y_train": np.array([None] * 6)}, "not a readable npz file: an array holds Python"),
     ],
 )
 def test_invalid_npz_files_are_refused(load, tmp_path, changes, problem):
