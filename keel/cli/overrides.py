@@ -68,7 +68,8 @@ def typed_value(key: str, text: str, kind: type[OptionValue]) -> OptionValue:
     try:
         return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
     except (ValueError, KeyError):
-        raise ValueError(f"{key} = {text!r}: expected {type_names[kind]}") from None
+        words = "".join(f" or {word}" for name, word in NUMBER_WORDS if name == key)
+        raise ValueError(f"{key} = {text!r}: expected {type_names[kind]}{words}") from None
 
 
 def checked_config(overrides: Mapping[str, OptionValue]) -> RunConfig:

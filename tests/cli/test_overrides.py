@@ -73,6 +73,7 @@ MISTAKES = {
     "fedcka.muu=1": "config key = 'fedcka.muu' is unknown; did you mean fedcka.mu?",
     "num-rounds=ten": "num-rounds = 'ten': expected a whole number",
     "num-rounds=1.5": "num-rounds = '1.5': expected a whole number",
+    "clients-per-step=many": "clients-per-step = 'many': expected a whole number or auto",
     "flip=maybe": "flip = 'maybe': expected true or false",
     "partition=dirichelt": (
         "partition = 'dirichelt': expected one of iid, dirichlet, dirichlet-balanced, classes, "
