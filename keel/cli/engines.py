@@ -27,7 +27,7 @@ from protocol.options import OptionValue
 from protocol.processes import num_cores
 from protocol.ray_nodes import CPU_WORKERS, Node, devices_by_node
 from server_app.history import HISTORY_FILE, HistoryReader
-from server_app.summary import read_manifest
+from server_app.summary import SUMMARY_FILE, read_manifest
 
 POLL_S = 0.3
 STOP_TIMEOUT_S = 60.0  # for a run to write its summary after `flwr stop`
@@ -161,6 +161,8 @@ def run_on_flower(job: Job, terminal: Terminal) -> None:
             flower = FlowerRun(client, app, folder / "flwr.log")
             arguments = ["--federation-config", job.federation_config()]
             last_round = SavedRun(job.directory).rounds
+            summary = job.directory / SUMMARY_FILE
+            before = modified_ns(summary)  # an attempt that is refused does not write it
             flower.start(with_num_clients(job), arguments)
             try:
                 follow(job, last_round, terminal, flower)
@@ -168,9 +170,9 @@ def run_on_flower(job: Job, terminal: Terminal) -> None:
                 terminal.phase("stopping")
                 flower.stop()
                 raise
-            state = SavedRun(job.directory).state
-            if state != FINISHED:
-                reason = state if state.startswith("failed") else flower.reason()
+            state, is_new = SavedRun(job.directory).state, modified_ns(summary) != before
+            if not is_new or state != FINISHED:
+                reason = state if is_new and state.startswith("failed") else flower.reason()
                 raise RuntimeError(f"{reason} (log: {folder / 'flwr.log'})")
     finally:  # no process is left that could complete another round
         terminal.last_round = SavedRun(job.directory).rounds
@@ -206,7 +208,7 @@ def follow(job: Job, last_round: int, terminal: Terminal, flower: "FlowerRun") -
     before = modified_ns(manifest)  # of the attempt that is resumed
     while not is_over:
         is_over = flower.ended.wait(POLL_S)  # read once more after the end
-        if not has_begun and (directory / "summary.json").exists() and flower.run_id:
+        if not has_begun and (directory / SUMMARY_FILE).exists() and flower.run_id:
             has_begun = True
             terminal.begin(directory, last_round)
         if has_begun and not has_workers and modified_ns(manifest) > before:

@@ -18,6 +18,7 @@ import pytest
 from flwr.cli.build import build_fab_from_disk
 from flwr.common.config import parse_config_args
 
+from keel.cli import engines
 from keel.cli.engines import FlowerRun, Job, follow, is_from_keel, run_on_deployment, worker_rows
 from keel.cli.progress import Terminal, round_line
 from keel.deployment import simulation, superlink
@@ -30,7 +31,7 @@ from keel.deployment.simulation import (
     simulation_superlink,
 )
 from keel.deployment.superlink import SuperLinkClient, app_directory, app_packages
-from keel.runs import is_locked, lock_holder
+from keel.runs import SavedRun, is_locked, lock_holder
 from protocol.flower_compat import superlink_unavailable
 from protocol.processes import num_cores
 from server_app import history
@@ -268,6 +269,22 @@ def test_following_a_run_reads_each_line_once_and_reports_the_rounds_after_the_l
     assert [number for number, _ in reported] == [2, 3, 4, 5]
     assert "2 left out" in reported[-1][1]
     assert parsed == [line.encode() for line in lines]
+
+
+@pytest.mark.parametrize("before", ["finished", "failed: of the attempt before"])
+def test_a_resume_that_the_server_refuses_fails_with_its_reason(tmp_path, monkeypatch, before):
+    """`keel resume --engine flower` took the state of the attempt before: finished, exit code 0."""
+    run = make_run(tmp_path / "run", {"method": "fedavg"}, 2, status=before)
+    assert SavedRun(run).state == before
+    refused = SimpleNamespace(
+        start=lambda job, arguments: None, reason=lambda: "the data has changed", replies=("", 0, 0)
+    )
+    refused.ended, refused.run_id = SimpleNamespace(wait=lambda seconds: True), "1"
+    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+    monkeypatch.setattr(engines, "simulation_superlink", lambda *_: nullcontext())
+    monkeypatch.setattr(engines, "FlowerRun", lambda *_: refused)
+    with Terminal(4) as terminal, pytest.raises(RuntimeError, match=r"^the data has changed \("):
+        engines.run_on_flower(Job({"resume": str(run)}, 2, run), terminal)
 
 
 def worker(node, device):
