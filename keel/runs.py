@@ -19,7 +19,14 @@ from protocol.files import digest, full_path
 from protocol.options import did_you_mean
 from protocol.text import shortened
 from server_app.history import HISTORY_FILE, curve, read_history
-from server_app.summary import HEADLINE, SUMMARY_FILE, has_finished, read_config_file, read_summary
+from server_app.summary import (
+    HEADLINE,
+    SUMMARY_FILE,
+    has_finished,
+    read_config_file,
+    read_manifest,
+    read_summary,
+)
 
 CONFIG_FILE, LOCK_FILE = "config.json", ".lock"
 STARTING, RUNNING, FINISHED, INTERRUPTED = "starting", "running", "finished", "interrupted"
@@ -77,6 +84,19 @@ class SavedRun:
     def is_running(self) -> bool:
         """Whether a living process writes the run."""
         return is_locked(self.directory / LOCK_FILE)
+
+    @property
+    def resume_command(self) -> str:
+        """The command that continues the run."""
+        where = " --engine deployment --federation NAME" if self.has_sites else ""
+        return f"keel resume {self.reference}{where}"
+
+    @property
+    def has_sites(self) -> bool:
+        """Whether its clients have data of their own, as those of a deployment."""
+        with suppress(*DAMAGE):
+            return read_manifest(self.directory).get("simulated") is False
+        return False
 
     @property
     def state(self) -> str:

@@ -235,6 +235,11 @@ def prepared(
     is_remote = options.engine is Engine.deployment
     resumed = find_run(name) if name and not is_remote else None
     config = config_of(overrides, resumed)
+    if resumed and resumed.has_sites:
+        raise ValueError(
+            f"{resumed.name}: its clients have data of their own, as in a deployment: resume it "
+            f"with `{resumed.resume_command}`"
+        )
     if resumed:
         check_has_rounds_left(resumed.directory, config.rounds.num_rounds)
     overrides, num_clients = with_clients(overrides, config, options.clients, resumed)

@@ -110,7 +110,7 @@ def status_lines(run: SavedRun) -> list[str]:
     for name in run.damaged_checkpoints():
         lines.append(f"damaged   checkpoints/{name}: a resume skips it")
     if run.state not in (RUNNING, FINISHED):
-        lines.append(f"resume    keel resume {run.reference}")
+        lines.append(f"resume    {run.resume_command}")
     return lines
 
 

@@ -1,17 +1,20 @@
 """`keel run` and `keel resume` in this process's engine: plan, progress, exit codes, Ctrl-C."""
 
+import json
 import socket
 import sys
 
 import pytest
 from model_fixtures import undrawn
 from run_fixtures import only_run
+from tools.run_directories import make_run
 from tools.sizes import as_json, measured_sizes
 
 from keel.cli import engines
 from keel.cli.interrupts import INTERRUPTED_CODE
 from keel.cli.main import main
 from keel.cli.run import NOT_STARTED, Engine, EngineOptions, config_of, prepared, with_clients
+from keel.cli.runs import status_lines
 from keel.cli.sizes import SIZES_FILE, data_size, parameter_count, stored_sizes
 from keel.deployment.superlink import check_connection
 from keel.runs import SavedRun
@@ -259,3 +262,16 @@ def test_a_resume_that_is_stopped_before_its_first_line_can_be_resumed(
     assert main(["resume", "mine", "num-rounds=4", *where]) == INTERRUPTED_CODE
     expected = " ".join(["stopped; to continue: keel resume mine", *where])
     assert expected in capsys.readouterr().out
+
+
+def test_a_deployments_run_is_not_resumed_as_a_simulation(home, capsys):
+    """`keel status` named no engine, and the resume said that the data had changed."""
+    run = make_run(home / "runs" / "mine", {"method": "fedavg"}, 4, status="stopped", num_written=2)
+    for has_sites in (False, True):
+        (run / "manifest.json").write_text(json.dumps({"simulated": not has_sites}))
+        command = "keel resume mine" + " --engine deployment --federation NAME" * has_sites
+        assert status_lines(SavedRun(run))[-1] == f"resume    {command}"
+    assert main(["resume", "mine"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: mine: its clients have data of their own, as in a deployment: ")
+    assert said.endswith(f": resume it with `{command}`\n")
