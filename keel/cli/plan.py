@@ -20,8 +20,7 @@ PARTITION_KEYS = {
 def plan_rows(config: RunConfig, job: Job, done: int = 0) -> list[tuple[str, str]]:
     """(label, text) of method, data, model, clients, rounds and the equivalent `flwr run` line.
 
-    That line is left out for a run of the inline engine alone. done: finished rounds of a run to
-    resume.
+    That line is left out where there is none. done: finished rounds of a run to resume.
     """
     is_remote = bool(job.federation)  # with data of its own, and real clients
     size = None if is_remote else data_size(config)
@@ -35,7 +34,7 @@ def plan_rows(config: RunConfig, job: Job, done: int = 0) -> list[tuple[str, str
         ("rounds", rounds_text(config, done)),
     ]
     has_equivalent = config.train.clients_per_step <= 1  # Flower's engine refuses more
-    return [*rows, ("same as", flwr_line(job))] if has_equivalent else rows
+    return [*rows, *flwr_rows(job)] if has_equivalent else rows
 
 
 def method_text(config: RunConfig) -> str:
@@ -105,9 +104,15 @@ def rounds_text(config: RunConfig, done: int) -> str:
     return f"{config.rounds.num_rounds}{past}; {epochs}, {batches}, lr {train.lr:g}"
 
 
+def flwr_rows(job: Job) -> list[tuple[str, str]]:
+    """The row of `flwr_line`; none for a SuperLink's address, as flwr takes a connection's name."""
+    return [] if ":" in job.federation else [("same as", flwr_line(job))]
+
+
 def flwr_line(job: Job) -> str:
     """The equivalent command of Flower's, to be run in the directory of the app."""
-    command = [f"{name}={value}" for name, value in job.variables.items()]
+    variables = {} if job.federation else job.variables  # of a simulation's processes
+    command = [f"{name}={value}" for name, value in variables.items()]
     command += ["flwr", "run", "."]
     if job.federation:
         command += [job.federation]

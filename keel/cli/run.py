@@ -269,7 +269,7 @@ def prepared(
         directory = new_directory(config)
 
     from keel.cli import engines
-    from keel.cli.plan import flwr_line, plan_rows
+    from keel.cli.plan import flwr_rows, plan_rows
     from keel.cli.progress import Terminal
     from keel.deployment.cluster import cluster_nodes
 
@@ -290,7 +290,7 @@ def prepared(
     elif name:
         terminal.resume_command = engines.resume_command(name, job)
     if name and is_remote:  # its config is on the server
-        rows = [("resume", name), ("same as", flwr_line(job))]
+        rows = [("resume", name), *flwr_rows(job)]
     else:
         rows = plan_rows(config, job, resumed.rounds if resumed else 0)
     if options.engine is Engine.flower and directory:

@@ -168,6 +168,17 @@ def test_the_plan_of_a_deployment_says_nothing_of_this_machine_s_data(
     assert "clients     20 % of the connected clients, every round\n" in capsys.readouterr().out
 
 
+def test_the_flwr_line_of_a_deployment_names_a_connection(home, printed, monkeypatch):
+    """It named an address, which `flwr run` does not take, and a variable of simulations."""
+    monkeypatch.setenv("FLWR_HOME", str(home))
+    monkeypatch.setattr("keel.cli.engines.run_on_deployment", lambda *_: None)
+    for federation, expected in (("local", ["flwr run . local --stream"]), ("a:1", [])):
+        for words in (["run", "device=cpu"], ["resume", "mine"]):
+            shown = printed(*words, "--engine", "deployment", "--federation", federation)
+            lines = [line for line in shown.splitlines() if line.startswith("same as")]
+            assert [line[12:].partition(" --run-config")[0] for line in lines] == expected
+
+
 def test_nan_is_not_said_to_be_renamed(home, refusal, caplog):
     assert refusal("run", "alpha=nan") == "error: alpha = nan: expected a finite number > 0\n"
     assert caplog.text == ""
