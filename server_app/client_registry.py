@@ -150,11 +150,16 @@ class ClientRegistry:
         """
         rounds = self.config.rounds
         deadline = time.monotonic() + min(RETURN_TIMEOUT_S, rounds.start_timeout)
+        next_line = 0.0
         while True:
             left_s = deadline - time.monotonic()
             self.absent(self.refresh(max(SETTLE_S, left_s)))
             if not self.missing or left_s <= 0:
                 break
+            if time.monotonic() >= next_line:
+                names = shortened(sorted(self.missing))
+                log.info("waiting %.0f s for clients: not connected: %s", left_s, names)
+                next_line = time.monotonic() + WAITING_EVERY_S
             time.sleep(SETTLE_S)
         num_connected = len(self.roster) - len(self.missing)
         if num_connected < rounds.fewest_replies:

@@ -162,8 +162,10 @@ def test_a_resumed_run_goes_on_without_a_client_and_takes_it_back(
 ):
     grid = Fleet({21: entry("a"), 13: entry("c"), 14: entry("d")})
     registry = resumed(grid, monkeypatch)
-    with caplog.at_level(logging.WARNING, logger="keel.server"):
+    with caplog.at_level(logging.INFO, logger="keel.server"):
         registry.gather()
+    waits = [text for text in caplog.messages if text.startswith("waiting ")]
+    assert waits == ["waiting 1 s for clients: not connected: b"]
     assert "the run continues without b until they return" in caplog.messages
     assert "client d came after round 1 and does not take part" in caplog.messages
     by_name = {e.client: node for node, e in registry.roster.items()}
