@@ -1,6 +1,7 @@
 """`flower-supernode`, with the same options, patched in `protocol/flower_compat/supernode.py`.
 
-Logs the SuperLink's address and why it does not answer, which Flower's log does not say.
+Logs the SuperLink's address, and why it does not answer or does not know this client's key, which
+Flower's log does not say.
 """
 
 import argparse
@@ -9,16 +10,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from keel.deployment.checks_host import check_key
 from keel.deployment.credentials import warn_of_certificates
 from keel.deployment.reach import handshake
 from protocol.flower_compat.supernode import main
 
 
 def report_superlink(words: Sequence[str]) -> None:
-    """Print the address in a command's options, and the error of a TLS handshake with it."""
+    """Print the address in a command's options, and why TLS or this client's key fails there."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--superlink")
     parser.add_argument("--root-certificates", type=Path)
+    parser.add_argument("--auth-supernode-private-key", type=Path)
     options, _ = parser.parse_known_args(words)
     if not (options.superlink and options.root_certificates):
         return
@@ -28,6 +31,11 @@ def report_superlink(words: Sequence[str]) -> None:
     except (OSError, ValueError) as error:
         text = f"warning: SuperLink {options.superlink} cannot be reached yet: {error}"
         print(text, file=sys.stderr, flush=True)
+        return
+    if key := options.auth_supernode_private_key:
+        for finding in check_key(options.superlink, options.root_certificates, key):
+            if finding.is_problem:
+                print(f"warning: {finding.text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -93,7 +94,8 @@ def rejected(deployed, words: list[str]) -> subprocess.CompletedProcess:
     [port] = free_ports(1)
     return subprocess.run(
         [
-            *("flower-supernode", "--isolation", "process", "--host", "127.0.0.1"),
+            *(sys.executable, "-m", "keel.deployment.supernode"),
+            *("--isolation", "process", "--host", "127.0.0.1"),
             *("--port", str(port), "--max-retries", "1", "--max-wait-time", "5"),
             *("--superlink", f"127.0.0.1:{deployed.fleet_port}", *words),
         ],
@@ -121,6 +123,7 @@ def test_unknown_key_wrong_ca_and_plain_text_are_refused(deployed, tmp_path):
     with ThreadPoolExecutor() as pool:  # each waits for five seconds
         unknown, no_key, wrong_ca, plain = pool.map(partial(rejected, deployed), words)
     assert "Failed to activate SuperNode" in unknown.stdout, unknown.stdout
+    assert "warning: the SuperLink does not know the key in" in unknown.stdout
     assert re.search("(?i)certificate|ssl|handshake", wrong_ca.stdout), wrong_ca.stdout
     for each in (unknown, no_key, wrong_ca, plain):
         assert each.returncode != 0
