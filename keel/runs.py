@@ -23,6 +23,7 @@ from server_app.summary import (
     HEADLINE,
     SUMMARY_FILE,
     has_finished,
+    lost_rounds,
     read_config_file,
     read_manifest,
     read_summary,
@@ -124,6 +125,13 @@ class SavedRun:
             return int(self.history[-1]["round"]) if self.history else 0
         except DAMAGE:
             return 0
+
+    @property
+    def lost_rounds(self) -> str:
+        """A sentence if the run has finished but its history ends earlier, else ""."""
+        num_rounds = self.config["num-rounds"]
+        is_number = isinstance(num_rounds, int)
+        return lost_rounds(self.directory, self.rounds, num_rounds) if is_number else ""
 
     def damaged_checkpoints(self) -> list[str]:
         """The names of checkpoints that are not as they were written; a resume skips them."""

@@ -27,7 +27,7 @@ from protocol.config import (
 )
 from protocol.files import full_path, write_atomically
 from protocol.options import OptionValue
-from server_app.history import CURVES, DAMAGE, Line, curve, whole_lines
+from server_app.history import CURVES, DAMAGE, HISTORY_FILE, Line, curve, whole_lines
 
 log = logging.getLogger("keel.server")
 SUMMARY_FILE = "summary.json"
@@ -238,6 +238,16 @@ def has_finished(directory: Path) -> bool:
         return read_manifest(directory).get("files") != {}
     except (OSError, ValueError):
         return True
+
+
+def lost_rounds(directory: Path, last_round: int, num_rounds: int) -> str:
+    """A sentence on a finished run whose history ends before its last round; "" for others."""
+    if last_round >= num_rounds or not has_finished(directory):
+        return ""
+    return (
+        f"{HISTORY_FILE} ends at round {last_round}, but the run has finished all {num_rounds}: "
+        "the other rounds' numbers are lost; put back a copy of the file if there is one"
+    )
 
 
 def check_has_rounds_left(directory: Path, num_rounds: int) -> None:

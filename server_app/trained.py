@@ -26,7 +26,13 @@ from protocol.messages import Arrays
 from protocol.text import in_one_line, shortened
 from server_app.history import HISTORY_FILE, Line, whole_lines
 from server_app.run_directory import read_arrays
-from server_app.summary import newest_version, read_manifest, read_run_config, round_of
+from server_app.summary import (
+    lost_rounds,
+    newest_version,
+    read_manifest,
+    read_run_config,
+    round_of,
+)
 
 log = logging.getLogger("keel.server")
 
@@ -110,12 +116,16 @@ def check_rounds(path: Path) -> None:
     if not (path / HISTORY_FILE).exists():  # a model that was copied without it
         return
     history, _ = whole_lines(path)
+    done = history[-1]["round"] if history else 0
+    num_rounds = read_run_config(path).rounds.num_rounds
+    if lost := lost_rounds(path, done, num_rounds):
+        log.warning("%s: %s", path, lost)
+        return
     if not history:
         raise ValueError(
             f"{path}: no round has finished, so its model is not trained; continue the run with "
             f"`keel resume {path.name}`"
         )
-    done, num_rounds = history[-1]["round"], read_run_config(path).rounds.num_rounds
     if done < num_rounds:
         log.warning(
             "%s has finished %d of %d rounds: its model is not final", path, done, num_rounds
@@ -154,6 +164,8 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
                     f"its client state has the groups {', '.join(map(repr, state))}: a personal "
                     "model is read from 'model', 'personal' or 'head'"
                 )
+            elif lines and (lost := lost_rounds(path, done, config.rounds.num_rounds)):
+                why = lost
             if not method.is_personal:
                 why = f"{config.rounds.method} trains a global model only: leave out the client"
             raise ValueError(f"client = {client!r}: {why}")

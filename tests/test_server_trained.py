@@ -10,7 +10,7 @@ from run_fixtures import history_of, summary_of
 import keel
 from client_app.state import StateFolder
 from server_app.summary import newest_version
-from server_app.trained import IMAGES_AT_A_TIME, grey, load_model
+from server_app.trained import IMAGES_AT_A_TIME, check_rounds, grey, load_model
 
 
 @pytest.fixture
@@ -120,6 +120,19 @@ def test_of_a_client_that_is_not_there_the_others_are_named(run):
     folder = run({"method": "fedreco", "local-test-fraction": 0.2, "num-rounds": 1})
     with pytest.raises(ValueError, match="/clients, which has state of client-0000, client-0001"):
         load_model(folder, "client-00")
+
+
+def test_a_history_that_is_shorter_than_its_finished_run_is_named(run, caplog):
+    """It said that there was no personal model, or that the run had rounds left."""
+    folder = run({"method": "fedreco", "local-test-fraction": 0.2, "num-rounds": 4})
+    history = folder / "history.jsonl"
+    history.write_text(history.read_text().splitlines(keepends=True)[0])
+    words = "history.jsonl ends at round 1, but the run has finished all 4"
+    with pytest.raises(ValueError, match=f"client = 'client-0000': {words}"):
+        load_model(folder, "client-0000")
+    check_rounds(folder)
+    assert words in caplog.text
+    assert "is not final" not in caplog.text
 
 
 def test_client_state_under_other_names_is_named(run):

@@ -107,6 +107,8 @@ def status_lines(run: SavedRun) -> list[str]:
             lines.append(f"left out  round {line['round']}: {client}: {reason}")
     if history and history[-1].get("backed_off"):
         lines.append(f"backoff   {', '.join(map(str, history[-1]['backed_off']))}")
+    if run.lost_rounds:
+        lines.append(f"damaged   {run.lost_rounds}")
     for name in run.damaged_checkpoints():
         lines.append(f"damaged   checkpoints/{name}: a resume skips it")
     if run.state not in (RUNNING, FINISHED):

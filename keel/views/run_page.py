@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keel.runs import RUNNING, uses
+from keel.runs import FINISHED, RUNNING, uses
 from keel.views.charts import (
     MAX_NAME,
     Curve,
@@ -29,6 +29,7 @@ from keel.views.store import (
 )
 from protocol.options import typed
 from server_app.history import CURVES, PER_CLIENT, HistoryReader, Line, duration
+from server_app.summary import lost_rounds
 
 MAX_ROUNDS = 40  # columns of the clients' heat map: each costs the reading of a whole line
 MAX_CLIENTS = 40  # its rows: the worst
@@ -42,7 +43,7 @@ WHOSE = {"local_global": "global model", "personal": "personal models"}
 
 
 def progress(entry: Entry, reader: HistoryReader) -> dict[str, Any]:
-    """Rounds done and to do, seconds spent and left, and the last accuracies in [0, 1]."""
+    """Rounds done and to do, faults, seconds spent and left, and last accuracies in [0, 1]."""
     lines = reader.lines
     done = lines[-1]["round"] if lines else 0
     total = int(number(entry.config.get("num-rounds")) or done or 1)
@@ -57,8 +58,10 @@ def progress(entry: Entry, reader: HistoryReader) -> dict[str, Any]:
         if points:
             best = max(value for _, value in points)
             accuracies.append((description, points[-1][1], best, points[-1][0]))
+    lost = lost_rounds(entry.directory, done, total) if entry.state == FINISHED else ""
     return {
         "done": done,
+        "faults": [*reader.faults, *filter(None, [lost])],
         "total": total,
         "spent": duration(sum(seconds)),
         "left": left,

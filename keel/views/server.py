@@ -221,13 +221,14 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
     def live(entry: Entry) -> tuple[str, dict[str, Any]]:
         reader = store.history(entry)
         found, total = run_page.events(reader.lines)
+        now = run_page.progress(entry, reader)
         state = entry.state
         content = {
             "entry": entry,
             "state": state,
             "kind": kind_of(state),
-            "progress": run_page.progress(entry, reader),
-            "faults": reader.faults,
+            "progress": now,
+            "faults": now["faults"],
             "events": found,
             "num_events": total,
             "privacy": run_page.privacy_rows(entry),

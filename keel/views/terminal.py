@@ -76,7 +76,7 @@ def frame(entry: Entry, reader: HistoryReader) -> Group:
         digits = ".2f" if what.endswith("(%)") else ".4g"
         curves.add_row(what, sparkline(values), f"{values[-1]:{digits}}")
     body: list[Any] = [*head, bar, curves]
-    body += [Text(fault, style="red") for fault in reader.faults[:3]]
+    body += [Text(fault, style="red") for fault in now["faults"][:3]]
     number, clients = clients_at_work(entry.directory, now["done"]) if state == RUNNING else (0, [])
     if clients:
         more = f" and {len(clients) - MAX_CLIENTS} more" if len(clients) > MAX_CLIENTS else ""

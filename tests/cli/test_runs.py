@@ -138,6 +138,15 @@ def test_the_status_can_be_read_by_a_program(trained, printed):
     assert status["left_out"] == {"1": {}, "2": {}}
 
 
+@pytest.mark.parametrize("command", [["status"], ["watch", "--once"]])
+def test_a_history_that_is_shorter_than_its_finished_run_is_named(two, printed, command):
+    """The run was shown as finished, in round 0 of all."""
+    (two / "one" / "history.jsonl").write_text("")
+    lost = "history.jsonl ends at round 0, but the run has finished"
+    assert lost in " ".join(printed(*command, str(two / "one")).split())
+    assert lost not in " ".join(printed(*command, str(two / "other")).split())
+
+
 def test_a_run_elsewhere_is_named_by_its_path(two, tmp_path, capsys):
     elsewhere = tmp_path / "my runs" / "one"
     shutil.copytree(two / "one", elsewhere)
@@ -575,6 +584,7 @@ def test_predict_says_what_the_model_does(trained, images, printed):
 
 def test_a_model_that_was_never_trained_is_refused(two, images, capsys):
     (two / "one" / "history.jsonl").write_text("")  # as of a run that was stopped in round 1
+    (two / "one" / "summary.json").write_text('{"status": "stopped"}')
     for words in (["predict", "one", str(images[0])], ["diagnose", "one"]):
         assert main(words) == 2
         assert capsys.readouterr() == (
@@ -589,6 +599,7 @@ def test_the_model_of_a_stopped_run_is_named_as_such(two, images, caplog):
     assert main(["predict", "one", str(images[0])]) == 0
     assert caplog.messages == []
     path.write_text(path.read_text().splitlines(keepends=True)[0])
+    (two / "one" / "summary.json").write_text('{"status": "stopped"}')
     assert main(["predict", "one", str(images[0])]) == 0
     assert caplog.messages == [f"{two / 'one'} has finished 1 of 2 rounds: its model is not final"]
 
