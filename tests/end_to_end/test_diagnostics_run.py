@@ -330,7 +330,8 @@ def test_the_command_refuses_in_one_line_what_it_cannot_measure(run, monkeypatch
     output = folder / "diagnostics-models"
     untrained = tmp_path / "untrained"
     shutil.copytree(folder, untrained)
-    (untrained / "history.jsonl").write_text("")
+    (untrained / "history.jsonl").write_text("")  # as of a run that was stopped in round 1
+    (untrained / "summary.json").write_text('{"status": "stopped"}')
     for words, expected in (
         ([tmp_path], "not a run directory"),
         ([untrained, "--output", tmp_path / "output"], "no round has finished"),
