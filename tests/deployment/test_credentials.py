@@ -1,5 +1,6 @@
 """Credentials: what OpenSSL and Flower take them for, and that nothing is ever overwritten."""
 
+import contextlib
 import datetime
 import errno
 import hashlib
@@ -267,14 +268,14 @@ def test_the_private_files_and_the_caches_are_ignored_by_git():
 
 
 def tls_server(folder, connections):
-    """The port of a TLS server with the certificate in `folder` that takes so many connections."""
+    """The port of a TLS server with the certificate in `folder` for at most so many callers."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "server.pem", folder / "server.key")
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(30)
 
     def serve():
-        with listener:
+        with listener, contextlib.suppress(TimeoutError):
             for _ in range(connections):
                 plain, _ = listener.accept()
                 try:
