@@ -82,7 +82,7 @@ class Reporter:
                 return
             self.is_finished = True
             self.write("stopped")
-        log.info("stopped after round %d", len(self.history))
+        log.info("stopping: round %d is done", len(self.history))
 
     def replied(self, what: str, num_replies: int, num_asked: int) -> None:
         """Tell the observers that follow replies; see `ReplyObserver`."""

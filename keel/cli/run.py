@@ -38,7 +38,7 @@ class EngineOptions:
     gpus_per_client: float | None = None
     federation: str = ""
     root_certificates: Path | None = None
-    ray: str = ""
+    ray: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("cpus_per_client", "gpus_per_client"):
@@ -53,6 +53,8 @@ class EngineOptions:
                 f"--cpus-per-client {cpus:g}: expected a whole number >= 1, because Flower "
                 "does not divide a CPU"
             )
+        if self.ray == "":
+            raise ValueError("--ray is empty: expected HOST:PORT of a Ray cluster")
         if self.ray and self.engine is not Engine.flower:
             raise ValueError(f"--ray needs --engine flower; this is --engine {self.engine}")
         if self.clients is not None and self.clients < 1:
@@ -94,7 +96,7 @@ RootCertificates = Annotated[
     ),
 ]
 Ray = Annotated[
-    str,
+    str | None,
     typer.Option(
         help="With --engine flower: HOST:PORT of a Ray cluster that this machine is part of."
     ),
@@ -110,7 +112,7 @@ def run(
     cpus_per_client: Cpus = None,
     federation: Federation = "",
     root_certificates: RootCertificates = None,
-    ray: Ray = "",
+    ray: Ray = None,
 ) -> int:
     """Train: `keel run method=fedintr num-rounds=10 source=folder:/data`.
 
@@ -140,7 +142,7 @@ def resume(
     cpus_per_client: Cpus = None,
     federation: Federation = "",
     root_certificates: RootCertificates = None,
-    ray: Ray = "",
+    ray: Ray = None,
 ) -> int:
     """Continue an interrupted run from its last checkpoint. Only num-rounds=N may change.
 
@@ -273,7 +275,7 @@ def prepared(
     from keel.cli.progress import Terminal
     from keel.deployment.cluster import cluster_nodes
 
-    ray, ray_key = options.ray, "--ray"
+    ray, ray_key = options.ray or "", "--ray"
     if options.engine is Engine.flower and not ray:  # the processes would use it, unchecked
         ray, ray_key = os.environ.get("RAY_ADDRESS", ""), "RAY_ADDRESS"
     job = engines.Job(

@@ -76,6 +76,7 @@ def test_data_that_does_not_fit_is_refused_with_code_2(home, refusal, capsys):
             "--cpus-per-client 0: expected a whole number >= 1",
         ),
         (["--ray", "10.0.0.1:6379"], "--ray needs --engine flower"),
+        (["--engine", "flower", "--ray", ""], "--ray is empty: expected HOST:PORT"),
         (["--engine", "flower", "--ray", "10.0.0.1"], "--ray 10.0.0.1: expected HOST:PORT"),
     ],
 )
