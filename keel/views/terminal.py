@@ -21,7 +21,8 @@ from server_app.history import CURVES, HistoryReader, Line
 
 POLL_S = 0.5
 BLOCKS = "▁▂▃▄▅▆▇█"
-WIDTH = 50  # characters of a sparkline
+WIDTH, MIN_WIDTH = 50, 12  # characters of a sparkline
+BESIDE = 52  # columns that the longest name of a curve, its last value and the gaps take
 MAX_CLIENTS = 12  # named
 MAX_EVENTS = 5
 TAIL_BYTES = 1 << 20  # of the audit log: a round of 10,000 clients has 150 kB
@@ -52,10 +53,12 @@ def clients_at_work(directory: Path, done: int) -> tuple[int, list[str]]:
     return 0, []
 
 
-def frame(entry: Entry, reader: HistoryReader) -> Group:
-    """The run as it is now."""
+def frame(entry: Entry, reader: HistoryReader, width: int) -> Group:
+    """The run as it is now, for a terminal of `width` columns."""
     lines, now = reader.lines, progress(entry, reader)
     state = entry.state
+    if entry.problem:
+        return Group(Text(f"{entry.name}  {state}", "red"))
     about = ", ".join(
         text_of(each, 60)
         for each in (entry.method, entry.source, entry.split, entry.config.get("model", "?"))
@@ -71,11 +74,12 @@ def frame(entry: Entry, reader: HistoryReader) -> Group:
         f"{now['spent']}{left}",
     )
     curves = Table.grid(padding=(0, 2))
+    num_blocks = max(MIN_WIDTH, min(WIDTH, width - BESIDE))
     for what, points in curves_of(lines):
         values = [value for _, value in points]
         digits = ".2f" if what.endswith("(%)") else ".4g"
-        curves.add_row(what, sparkline(values), f"{values[-1]:{digits}}")
-    body: list[Any] = [*head, bar, curves]
+        curves.add_row(what, sparkline(values, num_blocks), f"{values[-1]:{digits}}")
+    body: list[Any] = [*head, bar, *([curves] if curves.row_count else [])]
     body += [Text(fault, style="red") for fault in now["faults"][:3]]
     number, clients = clients_at_work(entry.directory, now["done"]) if state == RUNNING else (0, [])
     if clients:
@@ -92,7 +96,7 @@ def frame(entry: Entry, reader: HistoryReader) -> Group:
 
 
 def curves_of(lines: Sequence[Line]) -> list[tuple[str, list[tuple[int, float]]]]:
-    """(what, points) of each accuracy in percent, each loss term, and seconds a round."""
+    """(what, points) of each accuracy in percent and each loss term."""
     found = []
     for key, name, description in CURVES:
         points = [(r, 100 * v) for r, v in points_of(lines, key, name)]
@@ -117,7 +121,7 @@ def watch_run(directory: Path, once: bool = False, console: Console | None = Non
         entry = store.find(ids[0])
         if entry is None:
             return None, Group(f"{text_of(directory)} is gone")
-        return entry, frame(entry, store.history(entry))
+        return entry, frame(entry, store.history(entry), console.width)
 
     entry, shown = now()
     if once or not console.is_terminal:

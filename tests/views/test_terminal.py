@@ -6,6 +6,7 @@ import json
 import threading
 from random import Random
 
+import pytest
 from rich.console import Console
 from run_fixtures import wait_until
 from views_fixtures import HOSTILE, damaged_runs
@@ -16,9 +17,9 @@ from server_app.history import append_history
 from tests.tools.run_directories import line_of, make_run
 
 
-def shown(directory, out=None, **options):
+def shown(directory, out=None, width=140, **options):
     out = out or io.StringIO()
-    watch_run(directory, console=Console(file=out, width=140, **options))
+    watch_run(directory, console=Console(file=out, width=width, **options))
     return out.getvalue()
 
 
@@ -84,6 +85,24 @@ def test_no_damage_and_no_name_upsets_the_terminal(tmp_path):
     text = shown(run)
     assert "\x1b" not in text
     assert "left out: (bold] no" in text
+
+
+@pytest.mark.parametrize("width", [40, 80, 140])
+def test_a_narrow_terminal_shows_a_curve_up_to_its_last_round(tmp_path, width):
+    run = make_run(tmp_path / "a", {"method": "fedavg"}, 200)
+    lines = [line_of(n, Random(0)) | {"losses": {"supervised": 1.0}} for n in range(1, 200)]
+    lines.append(lines[-1] | {"round": 200, "losses": {"supervised": 9.0}})
+    (run / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (curve,) = (line for line in shown(run, width=width).splitlines() if "▁▁" in line)
+    assert "…" not in curve
+    assert curve.split()[-2].endswith("▁█")
+
+
+def test_a_run_that_cannot_be_read_has_no_numbers(tmp_path):
+    (make_run(tmp_path / "a", {"method": "fedavg"}, 3) / "config.json").write_text("{")
+    text = shown(tmp_path / "a", width=1000)
+    assert text.count("config.json") == 1
+    assert "round" not in text
 
 
 def test_percentages_have_two_decimals(tmp_path):
