@@ -121,6 +121,7 @@ def test_the_filter_leaves_rows_that_have_all_words(page):
     assert page.inner_text("#count") == "3 of 8"
     page.fill("#filter", "nothing like this")
     assert page.locator("#empty").is_visible()
+    assert not page.locator("#none-yet").is_visible()
 
 
 def test_seeds_become_one_curve_with_a_band_and_a_value_under_the_mouse(page):

@@ -150,6 +150,12 @@ def test_a_picture_of_the_run_is_served_as_png(pages, tmp_path, folder):
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
+def test_a_directory_without_runs_says_how_to_start_one(pages, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert '<p id="none-yet">' in Pages(tmp_path / "empty").get("/").text
+    assert '<p id="none-yet" hidden>' in pages.get("/").text
+
+
 def test_an_unknown_address_leads_back_to_the_runs(pages):
     for path in ("/nothing", "/run/0123456789abcdef"):
         answer = pages.get(path)
@@ -189,8 +195,9 @@ def test_damaged_run_directories_are_shown_as_such(tmp_path):
     assert "config.json is damaged" in pages.get(f"/run/{pages.id_of('deep-config')}").text
     status = {
         name: pages.get(f"/run/{pages.id_of(name)}/data").json()["html"]["status"]
-        for name in ("wrong-history", "half-written")
+        for name in ("wrong-history", "half-written", "deep-config")
     }
+    assert "round" not in status["deep-config"]
     assert "history.jsonl, line 1 is damaged" in status["wrong-history"]
     assert "round 2 of 3" in status["half-written"]
     assert "root:" not in pages.get(f"/run/{pages.id_of('linked')}/data").text

@@ -97,7 +97,8 @@ function runsPage(table) {
     }
     const number = chosen.size ? `, ${chosen.size} selected` : "";
     find("#count").textContent = `${shown} of ${rows().length}${number}`;
-    find("#empty").hidden = shown > 0;
+    find("#empty").hidden = shown > 0 || !rows().length;
+    find("#none-yet").hidden = rows().length > 0;
     compare.disabled = find("#none").disabled = find("#seeds").disabled = !chosen.size;
   }
 
