@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from keel.runs import FINISHED, differing_keys, uses
 from keel.views.charts import PALETTE, Curve, Figure, curves, smoothed
 from keel.views.exports import harmless, latex, latex_table
-from keel.views.run_page import points_of, seconds_of
+from keel.views.run_page import BYTES_DOWN, BYTES_UP, points_of, seconds_of
 from keel.views.store import NOT_A_SETTING, Entry, number, text_of
 from protocol.catalogue import method_names
 from protocol.options import typed
@@ -121,8 +121,7 @@ def x_of(lines: Sequence[Line], axis: str) -> dict[int, float]:
     total, found = 0.0, {}
     for line in lines:
         if axis == "bytes":
-            keys = ("bytes_down", "bytes_up", "evaluation_bytes_down", "evaluation_bytes_up")
-            total += sum(number(line.get(key)) or 0 for key in keys) / 1e6
+            total += sum(number(line.get(key)) or 0 for key in (*BYTES_DOWN, *BYTES_UP)) / 1e6
         else:
             total = total + seconds_of(line) if axis == "seconds" else float(line["round"])
         found[line["round"]] = total

@@ -39,6 +39,8 @@ MAX_LOG_LINES = 200  # the last
 RECENT = 50  # rounds whose mean gives the time left
 MAX_COUNT = 1 << 53  # samples that a float counts exactly
 MAX_SPLIT = 250  # columns of the label distribution: with more clients, several share one
+BYTES_DOWN = ("bytes_down", "evaluation_bytes_down")
+BYTES_UP = ("bytes_up", "evaluation_bytes_up")
 WHOSE = {"local_global": "global model", "personal": "personal models"}
 
 
@@ -66,8 +68,8 @@ def progress(entry: Entry, reader: HistoryReader) -> dict[str, Any]:
         "spent": duration(sum(seconds)),
         "left": left,
         "accuracies": accuracies,
-        "bytes_down": sum(number(line.get("bytes_down")) or 0 for line in lines),
-        "bytes_up": sum(number(line.get("bytes_up")) or 0 for line in lines),
+        "sent": sum(sum_of([x.get(k) for k in BYTES_DOWN]) for x in lines),
+        "received": sum(sum_of([x.get(k) for k in BYTES_UP]) for x in lines),
     }
 
 

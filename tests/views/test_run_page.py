@@ -57,6 +57,15 @@ def test_privacy_is_stated_in_words_with_four_digits(tmp_path):
     ]
 
 
+def test_traffic_includes_the_evaluations(tmp_path):
+    run = make_run(tmp_path / "a", {"method": "fedavg"}, 1)
+    for number in (2, 3):
+        more = {"evaluation_bytes_down": 500_000, "evaluation_bytes_up": 400}
+        append_history(run / "history.jsonl", line_of(number, Random(0)) | more)
+    now = run_page.progress(*only_run(tmp_path))
+    assert (now["sent"], now["received"]) == (3 * 1_000_000 + 2 * 500_000, 3 * 900_000 + 2 * 400)
+
+
 def test_a_heat_map_of_few_clients_fills_its_panel(tmp_path):
     make_large(tmp_path, 3, 2)
     _, reader = only_run(tmp_path)
