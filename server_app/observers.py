@@ -157,7 +157,11 @@ def scalars(line: Line) -> dict[str, float]:
     found = {f"accuracy/{key}.{name}": line[key][name] for key, name, _ in CURVES if key in line}
     found |= {f"loss/{name}": value for name, value in line["losses"].items() if value is not None}
     found |= {f"seconds/{name}": value for name, value in line["seconds"].items()}
+    if (loss := line.get("global", {}).get("loss")) is not None:
+        found["loss/global.loss"] = loss
     found |= {name: line[name] for name in ("bytes_down", "bytes_up", "rejected")}
+    evaluation = ("evaluation_bytes_down", "evaluation_bytes_up")
+    found |= {name: line[name] for name in evaluation if name in line}
     return found | {"left_out": len(line["left_out"])}
 
 
@@ -188,9 +192,11 @@ def print_summary(summary: Mapping[str, Any], title: str) -> None:
         table.add_row(escape(what), *(f"{100 * value:.2f}" for value in values))
     console.print(table)
     console.print(
-        f"{escape(summary['status'])}: {summary['rounds']} rounds, {duration(summary['seconds'])}, "
+        f"{escape(summary['status'])}: {summary['rounds']} round{'s' * (summary['rounds'] != 1)}, "
+        f"{duration(summary['seconds'])}, "
         f"{summary['seconds_per_round']:.2f} s a round, "
-        f"{summary['bytes_down'] / 1e6:.1f} MB sent, {summary['bytes_up'] / 1e6:.1f} MB received"
+        f"{summary['bytes_down'] / 1e6:.1f} MB sent and "
+        f"{summary['bytes_up'] / 1e6:.1f} MB received for training"
     )
     if privacy := summary["privacy"]:
         console.print(f"privacy: {privacy_text(privacy)}")

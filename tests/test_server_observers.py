@@ -196,7 +196,7 @@ def test_what_looks_like_markup_is_shown_as_it_is(run, tmp_path, capsys):
     print_summary(summary_of(folder) | {"status": "failed: [/x]"}, "a [/title]")
     shown = capsys.readouterr().out
     assert shown.startswith("a [/title]")
-    assert "failed: [/x]: 1 rounds" in shown
+    assert "failed: [/x]: 1 round, " in shown
     assert f"run directory: {folder}" in shown
 
 

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import random
 import re
 import shutil
 import socket
@@ -34,6 +35,7 @@ from keel.runs import SavedRun, all_runs, differing_keys, find_run, is_locked, l
 from server_app.history import append_history
 from server_app.run_directory import RunDirectory
 from server_app.trained import load_model
+from tests.tools.run_directories import line_of, make_run
 
 quick = {"local-epochs": 0, "num-rounds": 2}
 
@@ -648,6 +650,18 @@ def test_a_run_exports_as_csv(trained, tmp_path, capsys):
     for row, line in zip(rows, history_of(trained), strict=True):
         assert int(row["round"]) == line["round"]
         assert float(row["accuracy/global.accuracy"]) == line["global"]["accuracy"]
+        assert float(row["loss/global.loss"]) == line["global"]["loss"]
+
+
+def test_the_csv_has_an_evaluation_s_bytes_and_no_loss_that_is_not_finite(tmp_path):
+    run, path = make_run(tmp_path / "a", {"method": "fedavg"}, 1), tmp_path / "run.csv"
+    more = {"evaluation_bytes_down": 7, "global": {"accuracy": 0.1, "loss": math.nan}}
+    append_history(run / "history.jsonl", line_of(2, random.Random(0)) | more)
+    assert main(["export", str(run), "--to", "csv", "-o", str(path)]) == 0
+    with path.open() as file:
+        first, second = csv.DictReader(file)
+    assert (first["evaluation_bytes_down"], second["evaluation_bytes_down"]) == ("", "7")
+    assert second["loss/global.loss"] == ""
 
 
 def expected_logits(directory, pixels):
