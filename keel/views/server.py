@@ -27,7 +27,7 @@ from markupsafe import Markup
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from keel.runs import FINISHED, RUNNING
+from keel.runs import FINISHED, RUNNING, STARTING
 from keel.views import compare_page, run_page
 from keel.views.charts import static_file
 from keel.views.compare_page import Group, View, grouped, view_of
@@ -40,6 +40,8 @@ LOCAL_HOSTS = {"127.0.0.1", "localhost", "::1"}
 STATIC = ("page.css", "page.js", "tables.js", "charts.js", "plotly.js")
 POLL_NODES_S = 15.0
 MAX_DEPLOYMENTS = 5  # shown: the last changed
+RESULTS = ("rounds", "final_accuracy", "best_accuracy")  # of a summary
+UNENDED = (None, STARTING, RUNNING)  # status of a summary that was not written at a run's end
 # what reading a file raises that is damaged, or was replaced meanwhile
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 HEADERS = {
@@ -407,7 +409,10 @@ def run_rows(store: Store) -> list[dict[str, Any]]:
         seeds.setdefault(setting, set()).add(text_of(entries[run_id].config.get("seed")))
     rows = []
     for entry in entries.values():
-        config, summary = entry.config, entry.summary
+        config, summary, state = entry.config, entry.summary, entry.state
+        done, *accuracies = (number(summary.get(key)) for key in RESULTS)
+        if state != RUNNING and not entry.problem and summary.get("status") in UNENDED:
+            done, *accuracies = entry.measured
         rows.append(
             {
                 "id": entry.id,
@@ -417,16 +422,16 @@ def run_rows(store: Store) -> list[dict[str, Any]]:
                 "split": text_of(entry.split, 40),
                 "model": text_of(config.get("model", "?"), 40),
                 "clients": number(summary.get("clients") or config.get("num-clients")),
-                "done": int(number(summary.get("rounds")) or 0),
+                "done": int(done or 0),
                 "total": int(number(config.get("num-rounds")) or 0),
-                "state": entry.state,
-                "accuracy": number(summary.get("final_accuracy")),
-                "best": number(summary.get("best_accuracy")),
+                "state": state,
+                "accuracy": accuracies[0],
+                "best": accuracies[1],
                 "seed": text_of(config.get("seed", "?"), 20),
                 "seeds": sorted(seeds.get(settings.get(entry.id, ""), ())),
                 "setting": settings.get(entry.id, entry.id),
                 "changed": entry.changed,
-                "kind": kind_of(entry.state),
+                "kind": kind_of(state),
             }
         )
     return rows

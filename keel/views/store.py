@@ -19,6 +19,7 @@ from keel.runs import (
     DAMAGE,
     LOCK_FILE,
     RUNNING,
+    STARTING,
     SavedRun,
     is_locked,
     short_source,
@@ -26,8 +27,8 @@ from keel.runs import (
 )
 from protocol.files import digest
 from protocol.text import in_one_line
-from server_app.history import HISTORY_FILE, HistoryReader, load_long_json
-from server_app.summary import SUMMARY_FILE
+from server_app.history import HISTORY_FILE, HistoryReader, curve, load_long_json
+from server_app.summary import HEADLINE, SUMMARY_FILE
 
 ROSTER_FILE, LOG_FILE, AUDIT_FILE = "roster.json", "run.log", "audit.jsonl"
 MANIFEST_FILE = "manifest.json"
@@ -82,6 +83,20 @@ class Entry:
         if isinstance(roster, list):
             return any(isinstance(r, Mapping) and number(r.get("num_partitions")) for r in roster)
         return isinstance(roster, Mapping)  # of very many clients it has the number only
+
+    @cached_property
+    def measured(self) -> tuple[int, float | None, float | None]:
+        """(last round, last and best headline accuracy) by the history, which is read for it.
+
+        The summary of a run that was killed may be some rounds older.
+        """
+        reader = HistoryReader(self.directory / HISTORY_FILE)
+        with suppress(OSError):
+            reader.update()
+        points = next((p for pair in HEADLINE if (p := curve(reader.lines, *pair))), [])
+        values = [value for _, value in points]
+        done = reader.lines[-1]["round"] if reader.lines else 0
+        return done, values[-1] if values else None, max(values, default=None)
 
     @property
     def split(self) -> str:
@@ -220,7 +235,7 @@ def read_entry(run_id: str, directory: Path, problem: str = "") -> Entry:
         return Entry(run_id, name, directory, problem=problem, changed=changed)
     if status == RUNNING:  # looked at anew by `state`
         saved = text_of(summary.get("status", "interrupted"))
-        status = "interrupted" if saved in ("starting", RUNNING) else saved
+        status = "interrupted" if saved in (STARTING, RUNNING) else saved
     return Entry(run_id, name, directory, config, overrides, summary, text_of(status), "", changed)
 
 

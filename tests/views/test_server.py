@@ -19,7 +19,7 @@ import pytest
 from views_fixtures import HOSTILE, TOKEN, Pages, damaged_runs
 
 from keel.views.charts import static_file
-from keel.views.server import SuperLinkNodes, listening
+from keel.views.server import SuperLinkNodes, listening, run_rows
 from server_app.history import append_history
 from tests.tools.run_directories import line_of, make_run
 
@@ -201,6 +201,19 @@ def test_damaged_run_directories_are_shown_as_such(tmp_path):
     assert "history.jsonl, line 1 is damaged" in status["wrong-history"]
     assert "round 2 of 3" in status["half-written"]
     assert "root:" not in pages.get(f"/run/{pages.id_of('linked')}/data").text
+
+
+@pytest.mark.parametrize("has_summary", [True, False])
+def test_a_killed_run_has_the_numbers_of_its_history_not_of_an_older_summary(tmp_path, has_summary):
+    run = make_run(tmp_path / "a", {"method": "fedavg"}, 9, num_written=2, status="running")
+    for number, accuracy in ((3, 0.75), (4, 0.5)):
+        line = line_of(number, Random(0)) | {"global": {"accuracy": accuracy, "loss": 1.0}}
+        append_history(run / "history.jsonl", line)
+    if not has_summary:
+        (run / "summary.json").unlink()
+    (row,) = run_rows(Pages(tmp_path).store)
+    assert (row["state"], row["done"], row["accuracy"]) == ("interrupted", 4, 0.5)
+    assert row["best"] == 0.75
 
 
 @pytest.mark.parametrize(
