@@ -133,7 +133,7 @@ def read_config_file(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ValueError(f"{directory} has no config.json: it is not a run directory")
     try:
         saved = json.loads(path.read_text())
-        overrides = saved["overrides"] if "overrides" in saved else saved["given"]  # before 0.2
+        overrides = saved["given"] if "given" in saved else saved["overrides"]  # before 0.2: given
         config = with_current_names(saved["config"], warn=False)
         # what runs did before these keys existed
         then: dict[str, OptionValue] = {}
@@ -149,7 +149,8 @@ def read_config_file(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         pinned = {key: current[key] for key, value in preset.items() if current[key] != value}
         return current, pinned | with_current_names(overrides, warn=False) | then
     except DAMAGE as error:
-        raise ValueError(f"{path} is damaged or incomplete: {error}") from error
+        fault = f"it has no key {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{path} is damaged or incomplete: {fault}") from error
 
 
 def read_run_config(directory: Path) -> RunConfig:

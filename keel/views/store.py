@@ -230,8 +230,8 @@ def read_entry(run_id: str, directory: Path, problem: str = "") -> Entry:
         summary = run.summary if isinstance(run.summary, dict) else {}
         status = run.state
     except ANYTHING as error:
-        # its cause: what `read_config_file` raises from it names the file, as the page does
-        problem = f"{CONFIG_FILE} is damaged: {text_of(error.__cause__ or error, 160)}"
+        fault = str(error).removeprefix(f"{directory / CONFIG_FILE} is damaged or incomplete: ")
+        problem = f"{CONFIG_FILE} is damaged: {text_of(fault, 160)}"
         return Entry(run_id, name, directory, problem=problem, changed=changed)
     if status == RUNNING:  # looked at anew by `state`
         saved = text_of(summary.get("status", "interrupted"))
