@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.views.store import text_of
+from protocol.files import digest
 
 Figure = dict[str, Any]
 
@@ -22,7 +23,7 @@ MAX_POINTS = 600  # of a curve
 MAX_BARS = 250  # of a chart: each is an element of the page
 MAX_MARKED = 20  # of a curve's points have a marker
 MAX_NAME = 64  # characters of a client's name: rows and columns of a chart are told apart by it
-MAX_LABEL = 40  # characters of a client's name beside an axis
+MAX_LABEL = 24  # characters of a client's name beside an axis
 MAX_LONG_REFERENCES = 4  # of a chart: more are drawn near their round only
 BAND_ALPHA = "26"  # hex
 SCALE = "Cividis"  # perceptually uniform, the same for the colour-blind
@@ -102,8 +103,7 @@ def curves(
     are_few = sum(len(curve.references) for curve, _ in shown) <= MAX_LONG_REFERENCES
     for number, (curve, place) in enumerate(shown):
         name = names[number]
-        # by its uid, Plotly knows a curve again that a viewer has hidden
-        uid = name if names.index(name) == number else f"{name} {number}"
+        uid = uid_of(name if names.index(name) == number else f"{name} {number}")
         kept = kept_points(curve.y, max_points)
         xs, ys = ([rounded(part[i]) for i in kept] for part in (curve.x, curve.y))
         colour, dash = PALETTE[place % len(PALETTE)], DASHES[place // len(PALETTE) % len(DASHES)]
@@ -118,7 +118,7 @@ def curves(
                 **{"fill": "toself", "fillcolor": colour + BAND_ALPHA, "line": {"width": 0}},
             }
             band |= {"hoverinfo": "skip", "showlegend": False, "legendgroup": group}
-            data.append(band | {"uid": f"{uid}, band"})
+            data.append(band | {"uid": f"{uid}-band"})
         for i, (end, value) in enumerate(curve.references):
             start = xs[0] if are_few else max(xs[0], end - (xs[-1] - xs[0]) / 8)
             data.append(
@@ -126,7 +126,7 @@ def curves(
                     **{"type": "scatter", "mode": "lines", "x": [rounded(start), rounded(end)]},
                     **{"y": [rounded(value)] * 2, "line": {"color": colour, "dash": "dot"}},
                     **{"hoverinfo": "skip", "showlegend": False, "legendgroup": group},
-                    "uid": f"{uid}, reference {i}",
+                    "uid": f"{uid}-reference-{i}",
                 }
             )
         symbol = MARKERS[place % len(MARKERS)]
@@ -160,7 +160,7 @@ def stacked(
     num_sums = math.ceil(len(x) / MAX_BARS) or 1  # rounds that share a bar
     data = [
         {
-            **{"type": "bar", "name": text_of(name, 80), "uid": text_of(name, 80)},
+            **{"type": "bar", "name": text_of(name, 80), "uid": uid_of(name)},
             "x": list(x[::num_sums]),
             "y": [rounded(sum(values[i : i + num_sums])) for i in range(0, len(x), num_sums)],
             "marker": {"color": PALETTE[place % len(PALETTE)], "line": {"width": 0}},
@@ -174,6 +174,14 @@ def stacked(
     more: dict[str, Any] = {"barmode": "stack", "bargap": 0.05, "yaxis": whole_ticks(heights)}
     more["showlegend"] = True  # a part alone has a name too
     return {"data": data, "layout": layout(x_title, y_title, **more)}
+
+
+def uid_of(name: str) -> str:
+    """A trace's uid: by it, Plotly knows a trace again that a viewer has hidden.
+
+    It is part of a CSS selector by which Plotly removes traces: other characters make it fail.
+    """
+    return digest(name.encode(errors="replace"))
 
 
 def whole_ticks(heights: Sequence[float]) -> dict[str, Any]:

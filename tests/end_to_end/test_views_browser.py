@@ -163,6 +163,18 @@ def test_axis_smoothing_and_curve_change_the_chart_and_the_address(page):
     assert page.input_value("[name=curve]") == "loss.contrastive"
 
 
+def test_curves_that_go_leave_the_chart(page):
+    open_comparison(page, "fedavg-0", "clients")
+    legend = page.locator("[data-chart=compare] .legendtext")
+    together = sorted(legend.all_text_contents())
+    assert [name.split(",")[0] for name in together] == ["fedavg", "fedcka"]
+    assert all("num-rounds" in name for name in together)
+    page.check("[name=single]")
+    legend.filter(has_text="fedavg-0").wait_for()
+    apart = [f"{together[0]}, fedavg-0", f"{together[1]}, clients"]
+    assert sorted(legend.all_text_contents()) == apart
+
+
 def test_the_selection_is_exported_as_csv_latex_and_png(page, tmp_path):
     open_comparison(page, "fedavg-0", "moon-0")
     for click, name in (("text=CSV", "a.csv"), ("text=LaTeX", "a.tex"), ("#png", "a.png")):
