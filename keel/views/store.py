@@ -37,6 +37,7 @@ FILES = (*READ_FILES, ROSTER_FILE, LOG_FILE, AUDIT_FILE, LOCK_FILE)
 MAX_BYTES = {CONFIG_FILE: 1 << 20, SUMMARY_FILE: 4 << 20, ROSTER_FILE: 128 << 20}
 MAX_BYTES[MANIFEST_FILE] = MAX_BYTES[ROSTER_FILE]
 MAX_NUMBER = 1e100  # of larger ones, sums and squares may be infinite
+MAX_STATE = 2000  # characters: a failed run's reason names what to do at its end
 MAX_READERS = 128  # histories held at a time
 PATTERNS = ("*", "runs/*/*", "*/runs/*/*")  # runs; an experiments folder; several of those
 NOT_A_SETTING = {
@@ -98,9 +99,11 @@ class Entry:
         done = reader.lines[-1]["round"] if reader.lines else 0
         return done, values[-1] if values else None, max(values, default=None)
 
-    @property
+    @cached_property
     def split(self) -> str:
-        """The partition with its parameter, such as `dirichlet 0.5`."""
+        """The partition with its parameter, such as `dirichlet 0.5`, which sites do not use."""
+        if SavedRun(self.directory).has_sites:
+            return "by site"
         kind = str(self.config.get("partition", "?"))
         key = {"classes": "classes-per-client", "shards": "shards-per-client"}.get(kind, "alpha")
         value = "" if kind in ("iid", "?") else self.config.get(key, "")
@@ -234,9 +237,11 @@ def read_entry(run_id: str, directory: Path, problem: str = "") -> Entry:
         problem = f"{CONFIG_FILE} is damaged: {text_of(fault, 160)}"
         return Entry(run_id, name, directory, problem=problem, changed=changed)
     if status == RUNNING:  # looked at anew by `state`
-        saved = text_of(summary.get("status", "interrupted"))
+        saved = str(summary.get("status", "interrupted"))
         status = "interrupted" if saved in (STARTING, RUNNING) else saved
-    return Entry(run_id, name, directory, config, overrides, summary, text_of(status), "", changed)
+    return Entry(
+        run_id, name, directory, config, overrides, summary, text_of(status, MAX_STATE), "", changed
+    )
 
 
 def read_json(path: Path, max_bytes: int) -> Any:

@@ -1,5 +1,6 @@
 """Runs as pages find and read them, whatever the directories hold."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -54,6 +55,22 @@ def test_a_changed_file_is_read_again_and_an_unchanged_one_is_not(tmp_path):
     (run / "summary.json").write_text('{"status": "stopped", "num_rounds": 5, "rounds": 4}')
     (after,) = store.runs().values()
     assert (before.state, after.state, after.summary["rounds"]) == ("interrupted", "stopped", 4)
+
+
+def test_data_that_sites_have_is_not_said_to_be_partitioned(tmp_path):
+    for name in ("sites", "simulation"):
+        run = make_run(tmp_path / name, {"method": "fedavg"}, 1)
+        content = {"simulated": name == "simulation", "files": {"model": "x"}}
+        (run / "manifest.json").write_text(json.dumps(content))
+    splits = {entry.name: entry.split for entry in Store([tmp_path]).runs().values()}
+    assert splits == {"sites": "by site", "simulation": "dirichlet 0.5"}
+
+
+def test_why_a_run_failed_is_shown_to_its_end(tmp_path):
+    reason = "failed: " + "lower lr, " * 50 + "or set clip-norm"
+    make_run(tmp_path / "a", {"method": "fedavg"}, 1, status=reason)
+    (entry,) = Store([tmp_path]).runs().values()
+    assert entry.state == reason
 
 
 @pytest.mark.parametrize("name", ["outside", "roots-of-others"])
