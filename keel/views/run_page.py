@@ -267,7 +267,7 @@ def label_chart(entry: Entry) -> dict[str, Figure]:
     columns = list(zip(*means, strict=True))
     what = "client"
     if size > 1:
-        what = f"clients in the order of their most frequent class, mean of {size}"
+        what = f"clients by most frequent class, mean of {size}"
     figure = heat_map(columns, names, classes, what, "class", "samples")
     xaxis = {"type": "category", "nticks": 12, "labelalias": short_labels(names)}
     figure["layout"]["xaxis"] |= xaxis

@@ -8,7 +8,9 @@ const all = (selector, root = document) => [...root.querySelectorAll(selector)];
 // --- news -------------------------------------------------------------------------------------
 
 function say(text) {
-  find("#link").textContent = text;
+  const link = find("#link");
+  link.textContent = text;
+  link.className = text === "live" ? "" : "problem";
 }
 
 async function look(address) {
@@ -64,7 +66,7 @@ async function follow(address, apply, pause = POLL_MS, version = "") {
         if (news) { version = news.version ?? "once"; await apply(news); }
       }
     } catch (error) {
-      say(error.status === 404 ? "gone" : error.status ? `error ${error.status}` : "keel ui has ended");
+      say(error.status === 404 ? "this run is gone" : error.status ? `error ${error.status}` : "keel ui has ended");
     }
     await new Promise(done => setTimeout(done, pause));
   }
