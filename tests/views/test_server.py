@@ -156,6 +156,16 @@ def test_a_directory_without_runs_says_how_to_start_one(pages, tmp_path):
     assert '<p id="none-yet" hidden>' in pages.get("/").text
 
 
+def test_a_comparison_says_that_a_selected_run_is_gone(pages, tmp_path):
+    make_run(tmp_path / "runs" / "two", {"method": "moon"}, 3)
+    query = f"run={pages.id_of('one')}&run={pages.id_of('two')}"
+    shutil.rmtree(tmp_path / "runs" / "two")
+    tables = pages.get(f"/compare/data?{query}").json()["html"]["tables"]
+    assert "Selected runs that are not shown: 1." in tables
+    shutil.rmtree(tmp_path / "runs" / "one")
+    assert "None of the selected runs can be shown" in pages.get(f"/compare?{query}").text
+
+
 def test_an_unknown_address_leads_back_to_the_runs(pages):
     for path in ("/nothing", "/run/0123456789abcdef"):
         answer = pages.get(path)
