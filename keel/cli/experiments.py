@@ -1,7 +1,6 @@
 """`keel experiments`: run the papers' tables and figures, report, verify and list them."""
 
 import signal
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -186,8 +185,6 @@ def restore_command(
     """Put archived runs into an output directory, so that run adds seeds, rows or columns."""
     from keel.experiments.archive import restore
 
-    if not zipfile.is_zipfile(archive):
-        raise ValueError(f"{archive}: expected a zip made by `keel experiments archive`")
     for path in restore(archive, output_folder(output), source):
         print(path)
 

@@ -24,18 +24,21 @@ from keel.experiments.runs import (
     Options,
     check_unchanged,
     config_in,
+    fault_of_rounds,
     name_of,
     read_json,
     status_of,
 )
 from protocol.config import default_config, resolve_config
 from protocol.files import digest, write_atomically
-from server_app.history import CURVES, DAMAGE, HISTORY_FILE, Line, read_history
+from server_app.history import CURVES, DAMAGE, HISTORY_FILE, Line, lines_in, read_history
 from server_app.summary import read_manifest
 
 PRIVATE = ("output-dir", "data-dir", "resume", "run-name")
 MANIFEST = ("code", "data", "keel", "machines", "precision", "simulated", "versions")
+RUN_FILES = ("config.json", "manifest.json", "summary.json", HISTORY_FILE)  # of a run in a zip
 MAX_STATUS = 200  # characters
+COPY_AGAIN = "copy it again from where it was made, or remove it"
 
 
 def pack(output: Path, archive: Path) -> list[Path]:
@@ -268,24 +271,37 @@ def write_zip(path: Path, files: Mapping[str, str]) -> None:
 
 @contextmanager
 def reading(path: Path) -> Iterator[zipfile.ZipFile]:
-    """The zip. ValueError naming it if it, or a file in it, is damaged, or if it has no job."""
+    """The zip. ValueError naming it if it, or a run in it, is damaged, or if it has no job."""
+    expected = "expected a zip made by `keel experiments archive`"
+    if not path.exists():
+        raise ValueError(f"{path}: it does not exist; {expected}")
     try:
         with zipfile.ZipFile(path) as archive:
-            if not any(name.startswith("jobs/") for name in archive.namelist()):
-                raise ValueError(f"{path}: expected a zip made by `keel experiments archive`")
-            for name in archive.namelist():
+            names = archive.namelist()
+            if not any(name.startswith("jobs/") for name in names):
+                raise ValueError(f"{path}: {expected}")
+            runs = {name.rpartition("/")[0] for name in names if name.startswith("runs/")}
+            needed = {*names, *(f"{run}/{file}" for run in runs for file in RUN_FILES)}
+            # histories last, which are checked by the other files
+            for name in sorted(needed, key=lambda name: (name.endswith(HISTORY_FILE), name)):
                 if fault := fault_in(archive, name):
-                    raise ValueError(f"{path} is damaged: {name}: {fault}")
+                    raise ValueError(f"{path} is damaged: {name}: {fault}; {COPY_AGAIN}")
             yield archive
     except (zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+        if path.read_bytes()[:2] != b"PK":
+            raise ValueError(f"{path}: {expected}") from error
+        raise ValueError(f"{path} is damaged: {error}; {COPY_AGAIN}") from error
 
 
 def fault_in(archive: zipfile.ZipFile, name: str) -> str:
-    """What is wrong with a JSON file of a zip; "" for nothing, and for other files."""
-    if not name.endswith(".json"):
-        return ""
+    """What is wrong with a JSON file or a history of a zip; "" for nothing, and for other files."""
+    if name not in archive.namelist():
+        return "it is missing"
     try:
+        if name.endswith(f"/{HISTORY_FILE}"):
+            return fault_of_history(archive, Path(name).parent)
+        if not name.endswith(".json"):
+            return ""
         found = json.loads(archive.read(name))
         if name.startswith("jobs/"):
             return fault_of_job(found)
@@ -295,6 +311,17 @@ def fault_in(archive: zipfile.ZipFile, name: str) -> str:
         return "" if isinstance(found, dict) else "it is not a JSON object"
     except DAMAGE as error:
         return str(error)
+
+
+def fault_of_history(archive: zipfile.ZipFile, run: Path) -> str:
+    """What is wrong with the history of a run in a zip; "" for nothing. Raises one of DAMAGE."""
+    faults: list[str] = []
+    lines = lines_in(archive.read(f"{run}/{HISTORY_FILE}"), faults)
+    rounds = [line["round"] for line in lines]
+    config, summary = (json.loads(archive.read(f"{run}/{n}.json")) for n in ("config", "summary"))
+    is_finished = summary["status"] == "finished"
+    last_round = config["config"]["num-rounds"] if is_finished else None
+    return faults[0] if faults else fault_of_rounds(rounds, last_round)
 
 
 @contextmanager

@@ -339,16 +339,20 @@ def history_in(directory: Path) -> History:
     if reader.faults:
         raise ValueError(f"{directory}: {reader.faults[0]}; {REMEDY}")
     history = History(reader.lines)
-    rounds, last_round = history.rounds, config_in(directory)["num-rounds"]
-    fault = next(
-        (f"round {b} follows round {a}" for a, b in itertools.pairwise(rounds) if b <= a), ""
-    )
-    if status_of(directory) == "finished" and list(rounds[-1:]) != [last_round]:
-        fault = fault or f"round {last_round}, the last, is missing"
-    if fault:
+    last_round = config_in(directory)["num-rounds"] if status_of(directory) == "finished" else None
+    if fault := fault_of_rounds(history.rounds, last_round):
         raise ValueError(f"{directory / HISTORY_FILE} is damaged: {fault}; {REMEDY}")
     check_unchanged(directory)
     return history
+
+
+def fault_of_rounds(rounds: Sequence[int], last_round: int | None) -> str:
+    """What is wrong with the rounds of a history; "" for nothing. last_round: if it finished."""
+    for before, after in itertools.pairwise(rounds):
+        if after <= before:
+            return f"round {after} follows round {before}"
+    is_cut = last_round is not None and list(rounds[-1:]) != [last_round]
+    return f"round {last_round}, the last, is missing" if is_cut else ""
 
 
 def check_unchanged(directory: Path) -> None:

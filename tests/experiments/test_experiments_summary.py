@@ -469,6 +469,35 @@ def test_an_archive_that_was_edited_is_named_and_not_restored_in_part(
     assert not (tmp_path / "again").exists()
 
 
+@pytest.mark.parametrize(
+    ("file", "damage", "fault"),
+    [
+        ("history.jsonl", lambda b: None, "it is missing"),
+        ("summary.json", lambda b: None, "it is missing"),
+        ("config.json", lambda b: None, "it is missing"),
+        ("history.jsonl", lambda b: b"", "round 41, the last, is missing"),
+        ("history.jsonl", lambda b: b[:-10], "round 41, the last, is missing"),
+        ("history.jsonl", lambda b: b + b[: b.index(b"\n") + 1], "round 1 follows round 41"),
+        ("history.jsonl", lambda b: b"{}\n" + b, "line 1 is damaged: it has no key 'round'"),
+        ("history.jsonl", lambda b: b[:9] + b"\xff" + b[9:], "line 1 is damaged: "),
+    ],
+)
+def test_an_archive_whose_run_is_not_whole_is_not_restored(output, tmp_path, file, damage, fault):
+    """It was restored, and the next report said to restore it from the archive."""
+    (path,) = pack(output, tmp_path / "histories")
+    with zipfile.ZipFile(path) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    name = next(name for name in files if name.endswith(f"/{file}"))
+    content = damage(files.pop(name))
+    write_zip(path, {n: b.decode() for n, b in files.items()})
+    if content is not None:
+        with zipfile.ZipFile(path, "a") as archive:
+            archive.writestr(name, content)
+    with pytest.raises(ValueError, match=re.escape(f"{path} is damaged: {name}: {fault}")):
+        restore(path, tmp_path / "again", "folder:/data/cifar10-jpg")
+    assert not (tmp_path / "again").exists()
+
+
 def test_a_zip_without_a_job_is_no_archive(tmp_path, refusal):
     path = tmp_path / "other.zip"
     with zipfile.ZipFile(path, "w") as archive:
@@ -626,6 +655,16 @@ def test_what_is_no_archive_is_refused(tmp_path, refusal, name):
     error = refusal("experiments", "restore", str(tmp_path / name), "--output", str(tmp_path))
     assert error.startswith(f"error: {tmp_path / name}: ")
     assert "keel experiments archive" in error
+    assert ("does not exist" in error) == (name == "missing.zip")
+
+
+def test_an_archive_that_was_cut_is_called_damaged(output, refusal):
+    """As by a full disk: it was said to be no archive at all."""
+    (path,) = pack(output, output / "histories")
+    path.write_bytes(path.read_bytes()[:500])
+    error = refusal("experiments", "restore", str(path), "--output", str(output / "again"))
+    assert error.startswith(f"error: {path} is damaged: ")
+    assert not (output / "again").exists()
 
 
 def test_a_copy_counts_the_updates_that_were_left_out_and_names_no_client(output):
