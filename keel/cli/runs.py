@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from enum import StrEnum
 from pathlib import Path
@@ -144,6 +144,7 @@ def list_command(
     }
     if rows:
         print_runs(columns, ["data", "method", "age", "accuracy"])
+    print_lost_rounds((row["run"], row["lost_rounds"]) for row in rows)
     if not found:
         print(f"no runs in {base} yet; `keel run` starts one")
     elif len(shown) < len(found):
@@ -167,6 +168,7 @@ def row_of(run: SavedRun) -> dict[str, Any]:
         "num_rounds": config.get("num-rounds", "?"),
         "accuracy": run.accuracy,
         "state": run.state,
+        "lost_rounds": run.lost_rounds if config else "",
         "changed": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(run.last_change)),
     }
 
@@ -195,6 +197,13 @@ def table_of(columns: Mapping[str, Sequence[str]]) -> Table:
 def print_runs(columns: Mapping[str, Sequence[str]], least: Sequence[str]) -> None:
     """Print a table of runs, without the `least` columns where the terminal is too narrow."""
     print_table(lambda names: table_of({name: columns[name] for name in names}), columns, least)
+
+
+def print_lost_rounds(runs: Iterable[tuple[str, str]]) -> None:
+    """Print each name and `lost_rounds` of a run that has lost any."""
+    for name, sentence in runs:
+        if sentence:
+            print(printable(f"{name}: {sentence}"))
 
 
 def watch(
@@ -295,6 +304,7 @@ def compare(
         print("differs in")
         for run, difference in zip(found, differences, strict=True):
             terminal_console().print(printable(f"{run.name}: {difference}"), markup=False)
+    print_lost_rounds((run.name, run.lost_rounds) for run in found)
     if csv_file:
         with csv_file.expanduser().open("w", newline="") as file:
             writer = csv.DictWriter(file, [*rows[0], *keys])

@@ -149,6 +149,26 @@ def test_a_history_that_is_shorter_than_its_finished_run_is_named(two, printed, 
     assert lost not in " ".join(printed(*command, str(two / "other")).split())
 
 
+@pytest.mark.parametrize("command", ["list", "compare"])
+def test_tables_name_a_history_that_is_shorter_than_its_finished_run(two, printed, command):
+    """Its last round looked like the run's: without a word, as the final accuracy."""
+    path = two / "one" / "history.jsonl"
+    path.write_text(path.read_text().splitlines(keepends=True)[0])
+    runs = ["one", "other"] if command == "compare" else []
+    lines = printed(command, *runs).splitlines()
+    found = [line.partition(": ") for line in lines if "are lost" in line]
+    assert [(name, text[:46]) for name, _, text in found] == [
+        ("one", "history.jsonl ends at round 1, but the run has")
+    ]
+
+
+def test_a_program_reads_that_a_history_is_shorter_than_its_finished_run(two, printed):
+    (two / "one" / "history.jsonl").write_text("")
+    (two / "other" / "config.json").write_text("damaged")
+    lost = {row["run"]: row["lost_rounds"] for row in json.loads(printed("list", "--json"))}
+    assert (lost["one"][:33], lost["other"]) == ("history.jsonl ends at round 0, bu", "")
+
+
 def test_a_run_elsewhere_is_named_by_its_path(two, tmp_path, capsys):
     elsewhere = tmp_path / "my runs" / "one"
     shutil.copytree(two / "one", elsewhere)
