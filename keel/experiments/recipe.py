@@ -177,10 +177,13 @@ def load_recipe(name: str) -> Recipe:
             raise ValueError(f"recipe {path}: expected a file whose name ends in .yaml or .yml")
         refuse_unknown("recipe", name, list(shipped))
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"recipe {path}: {reason}") from error
+        text = path.read_text("utf-8")
+    except OSError as error:
+        raise ValueError(f"recipe {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        byte = f"the byte {error.object[error.start]:#x}"
+        raise ValueError(f"{path}, line {line}: not UTF-8: {byte}: save it as UTF-8") from error
     return parse_recipe(text, path, log.warning)
 
 

@@ -438,6 +438,27 @@ def test_a_bad_recipe_is_refused_with_its_line(old, new, line, words):
 RECO = "method: fedreco, local-test-fraction: 0.3, of: personal.mean"
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
+def test_a_recipe_in_another_encoding_is_refused_with_its_line(encoding, tmp_path):
+    """Python's words were all that was said."""
+    path = tmp_path / "r.yaml"
+    path.write_bytes("rows: {A: {}}\ntitle: Größe\n".encode(encoding))
+    line = 1 if encoding == "utf-16" else 2
+    with pytest.raises(ValueError, match=f"^{path}, line {line}: not UTF-8: .*save it as UTF-8$"):
+        load_recipe(str(path))
+
+
+def test_a_recipe_is_read_as_utf_8_wherever_it_is(tmp_path, monkeypatch):
+    path, read = tmp_path / "r.yaml", Path.read_text
+    path.write_bytes("rows: {A: {}}\ntitle: Größe\n".encode())
+
+    def read_in_latin_1(path: Path, encoding: str = "latin-1") -> str:
+        return read(path, encoding)
+
+    monkeypatch.setattr(Path, "read_text", read_in_latin_1)  # as of such a locale
+    assert load_recipe(str(path)).title == "Größe"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "where", "words"),
     [
