@@ -1,5 +1,6 @@
 """`keel experiments`: run the papers' tables and figures, report, verify and list them."""
 
+import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,7 +85,10 @@ def run_command(
         ),
     ] = None,
     ray: Annotated[
-        str, typer.Option(help="HOST:PORT of a Ray cluster that this machine is part of.")
+        str,
+        typer.Option(
+            help="HOST:PORT of a Ray cluster that this machine is part of. Default: $RAY_ADDRESS."
+        ),
     ] = "",
     stack: Annotated[
         bool,
@@ -127,7 +131,8 @@ def run_command(
     console, folder = new_console(), output_folder(output)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        resources = Resources(workers, cpus_per_run, gpus_per_run, ray)
+        cluster = (ray, "--ray") if ray else (os.environ.get("RAY_ADDRESS", ""), "RAY_ADDRESS")
+        resources = Resources(workers, cpus_per_run, gpus_per_run, *cluster)
         failed = run_recipe(loaded, cells, options, folder, resources, console)
     except KeyboardInterrupt:
         console.print("interrupted; repeat the command to resume from the last finished rounds")

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from keel.deployment.cluster import cluster_nodes
+from keel.deployment.cluster import check_address, cluster_nodes
 from keel.experiments.runs import REMEDY, Run
 from keel.experiments.stack import num_together, run_together
 from keel.runs import LOCK_FILE, is_locked
@@ -38,6 +38,7 @@ from protocol.text import in_one_line
 
 LOG_FILE = "log.txt"
 START_ATTEMPTS = 3  # a busy machine may miss a deadline of Ray's own
+LOST_S = 20.0  # after which a cluster whose head does not answer has ended
 GRACE_S = 30.0  # for interrupted runs to save what they have
 STORE_BYTES = 80 * 2**20  # of Ray's objects: the least it accepts, as runs exchange none
 
@@ -47,13 +48,14 @@ class Resources:
     """What runs are executed with: at most `workers` at once, 0: as many as fit.
 
     cpus, gpus: each run's share; None: a GPU, or a part where there are fewer than workers.
-    address: of a Ray cluster; empty: a Ray of our own on this machine.
+    address: of a Ray cluster; empty: a Ray of our own on this machine. named: what says it.
     """
 
     workers: int = 0
     cpus: float = 1.0
     gpus: float | None = None
     address: str = ""
+    named: str = "--ray"
 
     def gpus_on(self, nodes: Sequence[Node]) -> float:
         """Each run's share of a GPU on these machines."""
@@ -97,6 +99,7 @@ class RayTasks:
         self.data: Sequence[tuple[RunConfig, str]] = ()  # on a cluster, with this machine's digests
         self.slots = 1  # at least, until Ray is there
         self._remote: Any = None
+        self._heard = 0.0  # when the cluster's head last answered
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -118,8 +121,10 @@ class RayTasks:
     def connect(self) -> None:
         """Start or join Ray. ValueError if it cannot be used, RuntimeError if it does not start."""
         if self.resources.address:
-            cluster_nodes(self.resources.address)  # or why there is none, in one line
+            # or why there is none, in one line
+            cluster_nodes(self.resources.address, self.resources.named)
         self._stack.enter_context(connected(self.resources))
+        self._heard = time.monotonic()
         import ray
 
         nodes = living_nodes()
@@ -145,9 +150,21 @@ class RayTasks:
         return tasks
 
     def wait(self, seconds: float) -> list[Any]:
-        """Wait for a task to end, at most so long; returns those that have."""
+        """Wait for a task to end, at most so long; returns those that have.
+
+        RuntimeError if the cluster has ended: a minute later, Ray would end this process.
+        """
         import ray
 
+        if self.resources.address:
+            with suppress(ValueError):
+                check_address(ray.get_runtime_context().gcs_address)
+                self._heard = time.monotonic()
+            if time.monotonic() - self._heard > LOST_S:
+                raise RuntimeError(
+                    f"{self.resources.named} {self.resources.address}: the Ray cluster has ended: "
+                    "repeat the command on this machine or on another cluster to resume the runs"
+                )
         return list(ray.wait(list(self.pending), timeout=seconds)[0])
 
     def result(self, task: Any) -> str | None:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from keel.experiments.plan import runs_needed
 from keel.experiments.recipe import load_recipe
 from keel.experiments.runs import Options
 from keel.experiments.tasks import (
+    LOST_S,
     RayTasks,
     Resources,
     claimed,
@@ -157,6 +159,37 @@ def test_after_a_run_on_a_full_disk_the_process_has_its_own_output_again(monkeyp
             print("lost")
         os.write(1, b"here\n")
     assert "here\n" in capfd.readouterr().out
+
+
+def test_a_cluster_that_ends_is_named_once_it_has_been_away_for_a_while(monkeypatch):
+    """Ray ended the process after a minute, with lines of its own."""
+    import ray
+
+    now = [1000.0]
+    monkeypatch.setattr(tasks.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(ray, "wait", lambda *_, **__: ([], []))
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        monkeypatch.setattr(
+            ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=address)
+        )
+        runner = RayTasks(Resources(address="auto", named="RAY_ADDRESS"), Path())
+        assert runner.wait(0) == []
+    now[0] += LOST_S
+    assert runner.wait(0) == []  # it may be back soon
+    now[0] += 1
+    with pytest.raises(RuntimeError, match=r"^RAY_ADDRESS auto: the Ray cluster has ended: repeat"):
+        runner.wait(0)
+
+
+def test_a_cluster_of_the_environment_is_used(refusal, tmp_path, monkeypatch):
+    """The runs were executed on this machine alone, and nothing said so."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        error = refusal("experiments", "run", str(sweep), "--output", str(tmp_path))
+        assert error.startswith(f"error: RAY_ADDRESS {address}: nothing listens there")
 
 
 def test_a_ray_that_does_not_start_leaves_no_process(monkeypatch):
