@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from keel.cli.interrupts import uninterrupted
 from keel.cli.overrides import parse_overrides
 from keel.experiments.scale import SCALES
 from keel.runs import find_run
@@ -109,9 +110,10 @@ def run_command(
 
     Finished runs are skipped, interrupted ones resumed.
     """
-    from keel.experiments.plan import seeds_for, selected
-    from keel.experiments.recipe import load_recipe
-    from keel.experiments.runs import Options
+    with uninterrupted():
+        from keel.experiments.plan import seeds_for, selected
+        from keel.experiments.recipe import load_recipe
+        from keel.experiments.runs import Options
 
     refuse_unknown("--scale", scale, list(SCALES))
     refuse_unknown("--grid", grid, ["full", "paper"])
@@ -124,9 +126,9 @@ def run_command(
         seeds=list(range(seeds)) or seeds_for(loaded, cells, grid == "full"),
         full_grid=grid == "full",
     )
-    # imports torch, which the checks above do not need
-    from keel.experiments.runner import run_recipe
-    from keel.experiments.tasks import Resources
+    with uninterrupted():  # imports torch, which the checks above do not need
+        from keel.experiments.runner import run_recipe
+        from keel.experiments.tasks import Resources
 
     console, folder = new_console(), output_folder(output)
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -16,6 +16,16 @@ CLEAR = "\r\x1b[2K\x1b[?25h"  # the line of a progress bar, which hides the curs
 
 
 @contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Within, SIGINT waits. PyTorch's import would swallow it and go on without NumPy."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def interruptible(
     at_once: Callable[[], None] = lambda: None, ends_on_hangup: bool = True
 ) -> Iterator[None]:

@@ -61,10 +61,11 @@ def check_recipe(
                 runs = [run_of(cell, candidate, s, options, output) for s in options.seeds]
                 check(cell, runs, {*cell.row.keys, *candidate})
             except (ValueError, OSError) as error:
-                raise ValueError(
-                    f"{recipe.path}, {recipe.lines_of(cell, str(error))} "
-                    f"({cell.row.name}; {cell.column.name}): {error}"
-                ) from error
+                place = f"{recipe.path}, {recipe.lines_of(cell, str(error))}"
+                if str(error).partition(" = ")[0] in options.changes:
+                    place = "--set"
+                names = f"{cell.row.name}; {cell.column.name}"
+                raise ValueError(f"{place} ({names}): {error}") from error
     return with_data
 
 

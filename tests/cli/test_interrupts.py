@@ -9,8 +9,9 @@ from contextlib import nullcontext
 import pytest
 
 import keel.cli.run
-from keel.cli.interrupts import ENDED, STOPPING, interruptible
+from keel.cli.interrupts import ENDED, STOPPING, interruptible, uninterrupted
 from keel.cli.run import Engine, EngineOptions, executed
+from protocol.config import app_folder
 
 
 def send(number):
@@ -23,6 +24,37 @@ def test_the_first_ctrl_c_is_an_exception_and_says_so_in_a_line(capsys):
         send(signal.SIGINT)
     assert capsys.readouterr().out == f"{STOPPING}\n"
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_ctrl_c_waits_for_the_end_of_an_import_that_would_swallow_it():
+    done = []
+
+    def run():
+        with uninterrupted():
+            send(signal.SIGINT)
+            done.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert done
+
+
+def test_a_ctrl_c_while_torch_is_imported_ends_an_experiment(tmp_path):
+    """PyTorch swallowed it, and all runs were run."""
+    (tmp_path / "torch").mkdir()
+    lines = ["import os, signal", "try:", "    os.kill(os.getpid(), signal.SIGINT)"]
+    lines += ["except KeyboardInterrupt:", "    pass"]
+    (tmp_path / "torch" / "__init__.py").write_text("\n".join(lines))
+    command = ["-m", "keel", "experiments", "run", "docs/sweep.yaml", "--output", str(tmp_path)]
+    path = f"{tmp_path}{os.pathsep}{app_folder}"
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=os.environ | {"PYTHONPATH": path},
+        cwd=app_folder,
+        timeout=60,
+        capture_output=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
 def test_a_sigterm_that_is_repeated_does_not_disturb_the_first():

@@ -553,6 +553,16 @@ def test_a_number_with_an_exponent_needs_no_point():
 GRID = "columns:\n  a: {alpha: 0.5}\ngrid:\n  lr: [1e-2, 2E2, +3.e-3]\n"
 
 
+def test_a_value_that_is_set_for_all_runs_is_not_looked_for_in_the_file(tmp_path):
+    """The error named the line of the file that sets the key to a good value."""
+    text = "config: {num-clients: 2, source: digits, num-rounds: 2}\nrows: {A: {}}\n"
+    recipe = parse_recipe(text, tmp_path / "r.yaml")
+    for key, value in (("num-rounds", -1), ("num-clients", 100_000)):
+        options = replace(PAPER, changes={key: value})
+        with pytest.raises(ValueError, match=rf"^--set \(A; result\): {key} = {value}: expected"):
+            check_recipe(recipe, recipe.cells, options, tmp_path)
+
+
 def test_a_key_of_a_product_is_refused_with_its_own_line(tmp_path):
     product = "  - {a: {alpha: 0.5}, b: {alpha: -5.0}}\n  - {c: {lr: 0.1}}\n"
     text = good.replace("  a: {alpha: 0.5}\n  b: {alpha: 5.0}\n", product).partition("claims")[0]
