@@ -132,6 +132,8 @@ def run_command(
 
     console, folder = new_console(), output_folder(output)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
     try:
         cluster = (ray, "--ray") if ray else (os.environ.get("RAY_ADDRESS", ""), "RAY_ADDRESS")
         resources = Resources(workers, cpus_per_run, gpus_per_run, *cluster)

@@ -10,6 +10,7 @@ import pytest
 
 import keel.cli.run
 from keel.cli.interrupts import ENDED, STOPPING, interruptible, uninterrupted
+from keel.cli.main import main
 from keel.cli.run import Engine, EngineOptions, executed
 from protocol.config import app_folder
 
@@ -55,6 +56,27 @@ def test_a_ctrl_c_while_torch_is_imported_ends_an_experiment(tmp_path):
         capture_output=True,
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
+@pytest.mark.parametrize(
+    ("before", "code", "last"),
+    [(lambda *_: None, 130, "interrupted; repeat"), (signal.SIG_IGN, 0, "results: ")],  # nohup's
+)
+def test_a_terminal_that_is_closed_interrupts_an_experiment(before, code, last, capsys, tmp_path):
+    """Its process was killed, and left Ray's folder in /tmp and runs that were not saved."""
+    command = ["experiments", "run", "docs/sweep.yaml", "--output", str(tmp_path)]
+    numbers = (signal.SIGHUP, signal.SIGTERM)
+    saved = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGHUP, before)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(app_folder)
+            patch.setattr("keel.experiments.runner.run_recipe", lambda *_: send(signal.SIGHUP))
+            assert main(command) == code
+    finally:
+        for number, handler in saved.items():
+            signal.signal(number, handler)
+    assert capsys.readouterr().out.splitlines()[-1].startswith(last)
 
 
 def test_a_sigterm_that_is_repeated_does_not_disturb_the_first():
