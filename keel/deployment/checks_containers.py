@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from keel.deployment.findings import MARKS, Finding, check, fine, problem
+from keel.deployment.findings import MARKS, Finding, check, fine, problem, skipped
 
 Machine = Literal["client", "server"]
 timeout_s = 10.0
 inside_timeout_s = 1800.0  # the data may be decoded for the first time
 # compose services of a machine; the doctor's own checks run in the last one
 services = {"client": ("supernode", "executor", "worker"), "server": ("superlink", "serverapp")}
+no_daemon = re.compile(
+    "is the docker daemon running|if the daemon is running", re.IGNORECASE
+)  # Docker's words
 
 
 @dataclass(frozen=True, order=True)
@@ -62,7 +65,14 @@ def check_containers(
             yield fine(f"containers: none of a {machine} runs here; checking this machine instead")
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
         reason = " ".join(str(error).split())[:300]
-        yield problem(f"containers: {reason}; checking this machine instead")
+        if no_daemon.search(reason):
+            yield skipped(
+                f"containers: Docker's daemon does not run here, so none of a {machine} runs; "
+                f"checking this machine instead. If `make deploy-{machine}` deployed it, start "
+                "Docker"
+            )
+        else:
+            yield problem(f"containers: {reason}; checking this machine instead")
     if not containers:
         yield from check_here()
     elif unused_options:

@@ -66,6 +66,25 @@ def test_without_containers_the_machine_is_checked_and_without_permission_it_say
     ]
 
 
+@pytest.mark.parametrize(
+    "error",
+    [  # of Docker 20 to 28, and of 29
+        "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. "
+        "Is the docker daemon running?",
+        "failed to connect to the docker API at unix:///var/run/docker.sock; check if the path is "
+        "correct and if the daemon is running: dial unix: connect: no such file or directory",
+    ],
+)
+def test_a_docker_without_its_daemon_is_a_note_and_the_machine_is_checked(at_a_client, error):
+    lines = at_a_client(f"echo '{error}' >&2; exit 1")
+    [at] = [i for i, line in enumerate(lines) if " containers: " in line]
+    assert lines[at] == (
+        "skipped  containers: Docker's daemon does not run here, so none of a client runs; "
+        "checking this machine instead. If `make deploy-client` deployed it, start Docker"
+    )
+    assert "ok       device: cpu" in lines[at:]
+
+
 def test_a_docker_that_hangs_is_a_problem_and_the_machine_is_checked(at_a_client, monkeypatch):
     monkeypatch.setattr(checks_containers, "timeout_s", 0.3)
     lines = at_a_client("exec sleep 5")
