@@ -134,7 +134,7 @@ class StateFolder:
         older one is read, with a warning. ResetNeeded if only damaged versions are left, or none
         although the client has trained: lost state is never replaced silently. A file `reset-state`
         in the folder allows either once; the round that follows renames it, and may be trained
-        again.
+        again. ResetNeeded too if the version is another client's, until the file is removed.
         """
         if self.memory and (groups := self.memory.load(self.folder, before_round)) is not None:
             return groups
@@ -238,7 +238,7 @@ class StateFolder:
             for group, arrays in groups.items()
             for name, array in arrays.items()
         }
-        pieces = packed_pieces(flat, None)
+        pieces = packed_pieces(flat, {"client": self.folder.name})
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_parts(self.folder)
         if self._saved_run_id() != self.run_id:
@@ -297,14 +297,23 @@ class StateFolder:
 
 
 def _read(path: Path) -> Groups | None:
-    """The groups in a version; None if it is damaged."""
+    """The groups in a version; None if it is damaged. ResetNeeded if it is another client's."""
     content = path.read_bytes()
     if digest(content) not in path.name:
         return None
     try:
-        return _grouped(with_current_names(load(content)))
+        groups = _grouped(with_current_names(load(content)))
     except UNREADABLE:  # damaged before it was written
         return None
+    about = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    owner = about.get("__metadata__", {}).get("client", path.parent.name)  # older: not recorded
+    if owner != path.parent.name:
+        raise ResetNeeded(
+            f"{path} is of client {owner!r}, and this is {path.parent.name!r}: remove the file and "
+            "restore this client's own from a backup",
+            path.parent,
+        )
+    return groups
 
 
 def _grouped(flat: Arrays) -> Groups:

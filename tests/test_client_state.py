@@ -3,14 +3,16 @@
 import logging
 import os
 import resource
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 import torch
 from client_fixtures import assert_same_bits
+from safetensors.torch import save
 
-from client_app.state import StateFolder, StateMemory, max_rounds_ahead
+from client_app.state import ResetNeeded, StateFolder, StateMemory, max_rounds_ahead
 from protocol.files import digest
 
 
@@ -240,6 +242,28 @@ def killed_while_saving(state, where, owner):
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status)
     assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+def test_a_version_of_another_client_is_refused_by_name_and_destroys_nothing(state):
+    other = StateFolder(state.folder.parent / "client-0008")
+    state.save(1, groups(1))
+    other.save(2, groups(2))
+    (version,) = other.folder.glob("round-*")
+    copied = shutil.copy(version, state.folder)
+    for reader in (state, StateFolder(state.folder, reads_only=True)):
+        with pytest.raises(ResetNeeded, match="is of client 'client-0008'") as refusal:
+            reader.load(3)
+        assert str(copied) in str(refusal.value)
+        assert str(state.folder) not in refusal.value.nameless
+    Path(copied).unlink()  # as the message asks
+    assert_is(state.load(3), 1)
+
+
+def test_a_version_from_before_clients_were_named_in_it_is_read(state):
+    content = save({"previous/weight": torch.ones(2)})
+    state.folder.mkdir(parents=True)
+    (state.folder / f"round-00001-{digest(content)}.safetensors").write_bytes(content)
+    assert_same_bits(state.load(2)["previous"], {"weight": torch.ones(2)})
 
 
 @pytest.mark.parametrize("where", ["fsync", "replace"])
