@@ -5,6 +5,8 @@ import shutil
 import time
 from pathlib import Path
 
+from protocol.text import num_of
+
 log = logging.getLogger("keel.client")
 DAY_S = 86400.0
 
@@ -44,7 +46,9 @@ class OldState:
             age_s = min(max(written.values()), now + lead) - at - max(0.0, lead - lead_then)
             if age_s > self.min_age_s and now - since >= DAY_S:
                 days = age_s / DAY_S
-                log.warning("client state of run %s deleted: %.0f days old", run.name, days)
+                log.warning(
+                    "client state of run %s deleted: %s old", run.name, num_of("day", round(days))
+                )
                 shutil.rmtree(run)
         self.lead = lead
 

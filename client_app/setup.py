@@ -15,6 +15,7 @@ from protocol.config import RunConfig, keel_home
 from protocol.messages import DatasetSpec
 from protocol.models import IMAGE_SIZES, MODELS
 from protocol.seeds import seed_of
+from protocol.text import num_of
 
 _open_source = lru_cache(maxsize=2)(load_source)
 
@@ -196,5 +197,7 @@ def device_for(name: str) -> torch.device:
     except RuntimeError as error:
         raise ValueError(f"device = {name!r}: expected auto, cpu, cuda or cuda:N") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device = {name!r}: this machine has {torch.cuda.device_count()} GPUs")
+        raise ValueError(
+            f"device = {name!r}: this machine has {num_of('GPU', torch.cuda.device_count())}"
+        )
     return device

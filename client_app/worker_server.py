@@ -54,7 +54,7 @@ from protocol.code import code_digest
 from protocol.files import remove_parts
 from protocol.flower_compat import CLIENT_FAILED, GPU_LOST, from_bytes, to_bytes
 from protocol.messages import last_accepted_round_of
-from protocol.text import in_one_line
+from protocol.text import in_one_line, num_of
 
 log = logging.getLogger("keel.client")
 max_path_bytes = 100  # of a Unix socket's path; the limit of any system is larger
@@ -182,9 +182,10 @@ class WorkerProcess:
             metrics = content.metric_records["metrics"]  # without the time where it is withheld
             seconds = f", in {metrics['seconds']:.1f} s" if "seconds" in metrics else ""
             log.info(
-                "%s: client %s: trained on %d samples, %d steps%s",
+                "%s: client %s: trained on %s, %s%s",
                 *(run_and_round(message), client_name(context.node_config)),
-                *(metrics["num-examples"], metrics["num-steps"], seconds),
+                *(num_of("sample", metrics["num-examples"]), num_of("step", metrics["num-steps"])),
+                seconds,
             )
         return [b"{}", to_bytes(content)]
 

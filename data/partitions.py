@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from protocol.text import num_of
+
 # A Dirichlet split that fails this often is practically impossible.
 MAX_DRAWS = 10_000
 # Limit on the random numbers drawn, about 20 s: 500 draws for 200 classes and 2,000 clients.
@@ -148,9 +150,9 @@ def classes_partition(
     for label, size, num_holders in zip(classes, class_sizes, holders, strict=True):
         if size < num_holders:
             raise ValueError(
-                f"classes-per-client = {classes_per_client} for {num_clients} clients: class "
-                f"{label} has {size} samples for the {num_holders} clients that hold it; lower "
-                "one of them"
+                f"classes-per-client = {classes_per_client} for {num_of('client', num_clients)}: "
+                f"class {label} has {num_of('sample', size)} for the {num_holders} clients that "
+                "hold it; lower one of them"
             )
     return _deal(labels, _levelled_counts(holds, class_sizes), rng)
 
@@ -217,8 +219,8 @@ def check_dirichlet(num_samples: int, num_clients: int, min_size: int) -> None:
     """ValueError if there are too few samples for `min_size` each."""
     if min_size * num_clients > num_samples:
         raise ValueError(
-            f"min-samples = {min_size} for {num_clients} clients needs {min_size * num_clients} "
-            f"samples, but there are {num_samples}; lower one of them"
+            f"min-samples = {min_size} for {num_of('client', num_clients)} needs "
+            f"{min_size * num_clients} samples, but there are {num_samples}; lower one of them"
         )
 
 
@@ -231,8 +233,8 @@ def check_classes(num_classes: int, num_clients: int, classes_per_client: int) -
         )
     if num_clients * classes_per_client < num_classes:
         raise ValueError(
-            f"classes-per-client = {classes_per_client} for {num_clients} clients leaves some of "
-            f"the {num_classes} classes without a client; expected at least "
+            f"classes-per-client = {classes_per_client} for {num_of('client', num_clients)} leaves "
+            f"some of the {num_classes} classes without a client; expected at least "
             f"{math.ceil(num_classes / num_clients)}"
         )
 
@@ -242,8 +244,9 @@ def check_shards(num_samples: int, num_clients: int, shards_per_client: int) -> 
     _check_num_clients(num_samples, num_clients)
     if not 1 <= shards_per_client <= num_samples // num_clients:
         raise ValueError(
-            f"shards-per-client = {shards_per_client} for {num_clients} clients: expected "
-            f"1 to {num_samples // num_clients}, so that no shard of {num_samples} samples is empty"
+            f"shards-per-client = {shards_per_client} for {num_of('client', num_clients)}: "
+            f"expected 1 to {num_samples // num_clients}, so that no shard of {num_samples} "
+            "samples is empty"
         )
 
 

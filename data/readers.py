@@ -28,6 +28,7 @@ import numpy as np
 from data.cache import files_under
 from data.decoding import ImageFileError, RawSource, RawSplit, one_line
 from data.partitions import split_local_test
+from protocol.text import num_of
 
 log = logging.getLogger("keel.data")
 
@@ -108,8 +109,8 @@ def _read_idx_split(folder: Path, prefix: str) -> RawSplit:
     labels = _read_idx(folder, f"{prefix}-labels-idx1-ubyte", num_axes=1)
     if len(images) != len(labels) or len(labels) == 0 or labels.max() > 9:
         raise ValueError(
-            f"{folder}: {prefix} has {len(images)} images and {len(labels)} labels; expected "
-            "equally many of both, at least 1, with labels from 0 to 9"
+            f"{folder}: {prefix} has {num_of('image', images)} and {num_of('label', labels)}; "
+            "expected equally many of both, at least 1, with labels from 0 to 9"
         )
     return RawSplit(images, labels)
 
@@ -302,7 +303,7 @@ def _read_npz(path: Path) -> RawSource:
         if labels.dtype.kind not in "iu" or labels.shape != (num_images,):
             raise ValueError(
                 f"{path}: y_{split} is {labels.dtype} {list(labels.shape)}; expected "
-                f"integers [{num_images}], because x_{split} has {num_images} images"
+                f"integers [{num_images}], because x_{split} has {num_of('image', num_images)}"
             )
     train, test = (
         RawSplit(

@@ -38,6 +38,7 @@ from protocol.options import (
 )
 from protocol.server_optimizers import SERVER_OPTIMIZERS
 from protocol.source_spec import SOURCE_NAMES, parse_source
+from protocol.text import num_of
 
 FlatConfig = dict[str, OptionValue]
 T = TypeVar("T")
@@ -394,8 +395,9 @@ class RoundsConfig:
             )
         if self.aggregation == "trimmed-mean" and int(self.trim_fraction * num_clients) == 0:
             return (
-                f"trim-fraction = {self.trim_fraction:g}: of {num_clients} clients a round it "
-                f"trims none; expected at least {math.ceil(1000 / num_clients) / 1000:g}"
+                f"trim-fraction = {self.trim_fraction:g}: of "
+                f"{num_of('client', num_clients)} a round it trims none; expected at least "
+                f"{math.ceil(1000 / num_clients) / 1000:g}"
             )
         return ""
 
@@ -405,8 +407,9 @@ class RoundsConfig:
             raise ValueError(problem)
         if self.min_replies > cohort:
             raise ValueError(
-                f"min-replies = {self.min_replies}: only {cohort} clients train in a round; "
-                "lower it, or raise fraction-train"
+                f"min-replies = {self.min_replies}: only "
+                f"{num_of('client trains', cohort, 'clients train')} in a round; lower it, "
+                "or raise fraction-train"
             )
 
 

@@ -39,9 +39,14 @@ def check_client_name(name: object) -> str:
     return str(name)
 
 
-def num_of(noun: str, things: Sized) -> str:
-    """How many there are, with the noun: `1 run`, `2 runs`."""
-    return f"{len(things)} {noun}{'s' * (len(things) != 1)}"
+def num_of(noun: str, things: Sized | float, plural: str = "") -> str:
+    """How many there are, with the noun: `1 run`, `2 runs`, `0.5 seconds`.
+
+    plural: of the noun, if not with an "s" at its end.
+    """
+    num = len(things) if isinstance(things, Sized) else things
+    text = f"{num:g}" if isinstance(num, float) else str(num)
+    return f"{text} {noun if num == 1 else plural or noun + 's'}"
 
 
 def shortened(names: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from data.sources import Source
 from protocol.config import RunConfig
 from protocol.flower_compat import CRASHED, NO_REPLY, NODE_UNAVAILABLE, is_in_process_grid
 from protocol.messages import RosterEntry, error_reason, read_roster
-from protocol.text import in_one_line, shortened
+from protocol.text import in_one_line, num_of, shortened
 from server_app.exchange import Exchange
 from server_app.history import DAMAGE
 from server_app.roster import check_partitions, check_roster
@@ -164,7 +164,8 @@ class ClientRegistry:
         num_connected = len(self.roster) - len(self.missing)
         if num_connected < rounds.fewest_replies:
             raise TimeoutError(
-                f"{rounds.fewest_replies_text}: {num_connected} clients of this run are "
+                f"{rounds.fewest_replies_text}: "
+                f"{num_of('client of this run is', num_connected, 'clients of this run are')} "
                 f"connected; missing: {shortened(sorted(self.missing))}"
             )
         if self.missing:
@@ -247,7 +248,7 @@ class ClientRegistry:
         self.hurried = self.hurried.difference(nodes)
         for node in answers.silent if is_complete or not had_little_time else []:
             wait_s = max(RETRY_AFTER_S, 20 * timeout_s)
-            self.refuse(node, f"no answer within {timeout_s:g} seconds", wait_s)
+            self.refuse(node, f"no answer within {num_of('second', timeout_s)}", wait_s)
             if had_little_time:
                 self.hurried.add(node)
         return answers.entries
@@ -305,8 +306,9 @@ def wait_for_nodes(
             time.sleep(SETTLE_S)
             if is_in_process_grid(grid) and sorted(grid.get_node_ids()) == nodes:
                 raise ValueError(
-                    f"num-clients = {num_clients}, but the federation has {len(nodes)} SuperNodes: "
-                    f"start with --federation-config 'num-supernodes={num_clients}'"
+                    f"num-clients = {num_clients}, but the federation has "
+                    f"{num_of('SuperNode', nodes)}: start with "
+                    f"--federation-config 'num-supernodes={num_clients}'"
                 )
     return nodes
 

@@ -36,7 +36,7 @@ from protocol.flower_compat import (
     has_own_clients,
     is_in_process_grid,
 )
-from protocol.text import in_one_line
+from protocol.text import in_one_line, num_of
 
 log = logging.getLogger("keel.server")
 MAX_POLL_S, POLL_GROWTH = 0.5, 1.2
@@ -231,7 +231,7 @@ class Exchange:
         for message_id, node in waiting.items():
             self.late[message_id] = f"client {self.name(node)}'s reply to {what}"
         limit = key if turns == 1 else f"{turns} x {key}"
-        silence = f"no answer within {limit} = {turns * timeout_s:g} seconds"
+        silence = f"no answer within {limit} = {num_of('second', turns * timeout_s)}"
         self.silent = asked.keys() - replies.keys() - away.keys()
         for node, message in asked.items():
             if node not in replies:

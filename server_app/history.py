@@ -19,6 +19,7 @@ from typing import Any
 
 from protocol.files import HISTORY_FILE as HISTORY_FILE
 from protocol.files import append_line, write_atomically
+from protocol.text import num_of
 
 log = logging.getLogger("keel.server")
 Line = dict[str, Any]
@@ -294,7 +295,9 @@ def truncate_history(
         log.warning("%s; the intact lines are used, the file is saved as %s", faults[0], aside)
     missing = last_round - len({line["round"] for line in lines})
     if missing > 0:
-        log.warning("%s: the lines of %d of %d rounds are lost", path, missing, last_round)
+        log.warning(
+            "%s: the lines of %d of %s are lost", path, missing, num_of("round", last_round)
+        )
     write_atomically(path, *texts)
     return lines
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from protocol.text import num_of
 from server_app.history import CURVES, Line, duration
 from server_app.summary import privacy_text
 
@@ -59,10 +60,10 @@ class RunInfo:
     def lines(self) -> list[str]:
         """The run in a few lines of text."""
         shape = " x ".join(map(str, self.image_shape))
-        clients = f"{self.num_clients} clients"
+        clients = num_of("client", self.num_clients)
         if self.clients_per_round != self.num_clients:
             clients += f", {self.clients_per_round} a round"
-        rounds = f"{self.num_rounds} rounds"
+        rounds = num_of("round", self.num_rounds)
         if self.last_round:
             rounds += f", {self.last_round} of them done"
         return [
@@ -122,7 +123,10 @@ class RoundLog:
             self.noted_at = now
         elif num_replies < num_asked and now - self.noted_at >= NOTE_EVERY_S:
             self.noted_at = now
-            log.info("%s: %d of %d clients have answered", what, num_replies, num_asked)
+            log.info(
+                "%s: %d of %s answered",
+                *(what, num_replies, num_of("client has", num_asked, "clients have")),
+            )
 
     def seconds_left(self, server_round: int) -> float:
         """The expected time until the end, by the mean of the rounds so far."""
@@ -192,7 +196,7 @@ def print_summary(summary: Mapping[str, Any], title: str) -> None:
         table.add_row(escape(what), *(f"{100 * value:.2f}" for value in values))
     console.print(table)
     console.print(
-        f"{escape(summary['status'])}: {summary['rounds']} round{'s' * (summary['rounds'] != 1)}, "
+        f"{escape(summary['status'])}: {num_of('round', summary['rounds'])}, "
         f"{duration(summary['seconds'])}, "
         f"{summary['seconds_per_round']:.2f} s a round, "
         f"{summary['bytes_down'] / 1e6:.1f} MB sent and "

@@ -13,7 +13,7 @@ from protocol.catalogue import method_names, method_spec
 from protocol.config import RunConfig
 from protocol.files import write_atomically
 from protocol.messages import RosterEntry, roster_entry
-from protocol.text import shortened
+from protocol.text import num_of, shortened
 from server_app.history import DAMAGE
 from strategies.validation import count_outliers
 
@@ -90,8 +90,8 @@ def count_warnings(config: RunConfig, entries: Sequence[RosterEntry]) -> list[st
     total = sum(entry.num_examples for entry in entries) or 1
     share = max(config.rounds.max_weight_share, 1 / len(entries))
     return [
-        f"client {client} declares {count} training samples, {count / total:.1%} of all (the "
-        f"median is {median}); it weighs at most max-weight-share = {share:.2g} of a round"
+        f"client {client} declares {num_of('training sample', count)}, {count / total:.1%} of all "
+        f"(the median is {median}); it weighs at most max-weight-share = {share:.2g} of a round"
         + ", and not at all with an update that opposes the others'"
         * (client in outliers)
         for client, count in sorted(counts.items())

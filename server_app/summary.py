@@ -27,6 +27,7 @@ from protocol.config import (
 )
 from protocol.files import full_path, write_atomically
 from protocol.options import OptionValue
+from protocol.text import num_of
 from server_app.history import CURVES, DAMAGE, HISTORY_FILE, Line, curve, whole_lines
 
 log = logging.getLogger("keel.server")
@@ -267,13 +268,13 @@ def check_has_rounds_left(directory: Path, num_rounds: int) -> None:
         check_has_state(directory)
         if num_rounds <= done:
             raise ValueError(
-                f"{directory.name} has finished its {done} rounds: set more, such as "
+                f"{directory.name} has finished its {num_of('round', done)}: set more, such as "
                 f"num-rounds={2 * done}"
             )
     if num_rounds < done:
         raise ValueError(
-            f"{directory.name}: {done} rounds are done, which a resume keeps: num-rounds = "
-            f"{num_rounds} is fewer; set {done} or more"
+            f"{directory.name}: {num_of('round is', done, 'rounds are')} done, which a "
+            f"resume keeps: num-rounds = {num_rounds} is fewer; set {done} or more"
         )
 
 
@@ -282,8 +283,8 @@ def check_last_is_evaluated(directory: Path, config: RunConfig) -> None:
     done = max((line["round"] for line in whole_lines(directory)[0]), default=0)
     if config.rounds.num_rounds == done and done % config.rounds.evaluate_every:
         raise ValueError(
-            f"{directory.name}: {done} rounds are done, and the last was not evaluated: set "
-            f"num-rounds={done + 1} or more"
+            f"{directory.name}: {num_of('round is', done, 'rounds are')} done, and the last was "
+            f"not evaluated: set num-rounds={done + 1} or more"
         )
 
 

@@ -23,7 +23,7 @@ from client_app.state import StateFolder
 from models import StagedModel
 from protocol.files import digest
 from protocol.messages import Arrays
-from protocol.text import in_one_line, shortened
+from protocol.text import in_one_line, num_of, shortened
 from server_app.history import HISTORY_FILE, Line, whole_lines
 from server_app.run_directory import read_arrays
 from server_app.summary import (
@@ -128,7 +128,8 @@ def check_rounds(path: Path) -> None:
         )
     if done < num_rounds:
         log.warning(
-            "%s has finished %d of %d rounds: its model is not final", path, done, num_rounds
+            "%s has finished %d of %s: its model is not final",
+            *(path, done, num_of("round", num_rounds)),
         )
 
 

@@ -20,6 +20,7 @@ from protocol.config import RoundsConfig
 from protocol.exact_sum import ExactSum
 from protocol.flower_compat.aggregation import select_multikrum, trim_mean
 from protocol.messages import Arrays, TrainReply
+from protocol.text import num_of
 
 log = logging.getLogger("keel.server")
 
@@ -125,8 +126,8 @@ def aggregate(
     """
     if rounds.aggregation_problem(len(replies)):
         log.warning(
-            "only %d replies: %s needs more; this round uses their coordinate-wise median",
-            *(len(replies), rounds.aggregation),
+            "only %s: %s needs more; this round uses their coordinate-wise median",
+            *(num_of("reply", replies, "replies"), rounds.aggregation),
         )
         rounds = replace(rounds, aggregation="median")
     if rounds.aggregation in ("median", "trimmed-mean"):

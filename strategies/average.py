@@ -31,7 +31,7 @@ from protocol.messages import (
     record_bytes,
     tensors,
 )
-from protocol.text import shortened
+from protocol.text import num_of, shortened
 from strategies.aggregation import RunningMean, aggregate, capped_counts
 from strategies.backoff import Backoff
 from strategies.sampling import FIRST_NODE, ClientNames, name_of, sample_cohort, sample_numbers
@@ -267,8 +267,8 @@ class Average(Strategy):
         """Log the method, the server optimizer and the number of clients."""
         rounds = self.config.rounds
         log.info(
-            "method %s, server optimizer %s, %d clients",
-            *(rounds.method, rounds.server_optimizer, len(self.roster)),
+            "method %s, server optimizer %s, %s",
+            *(rounds.method, rounds.server_optimizer, num_of("client", self.roster)),
         )
 
     def sample(self, server_round: int) -> list[int]:
@@ -495,8 +495,9 @@ class Average(Strategy):
         failed = {e.client for e in self.addressed.values()} & self.report.left_out.keys()
         for client in self.backoff.note(server_round, {r.client for r in accepted}, failed):
             log.warning(
-                "round %d: client %s failed %d times in a row; it is not sampled for %d rounds",
-                *(server_round, client, self.backoff.failures[client], rounds.backoff_rounds),
+                "round %d: client %s failed %s in a row; it is not sampled for %s",
+                *(server_round, client, num_of("time", self.backoff.failures[client])),
+                num_of("round", rounds.backoff_rounds),
             )
         if len(accepted) < rounds.fewest_replies:
             clients = by_reason(self.report.left_out)
@@ -504,7 +505,7 @@ class Average(Strategy):
             if len(reasons) > MAX_REASONS:
                 reasons[MAX_REASONS:] = [f"and {len(reasons) - MAX_REASONS} more: see run.log"]
             raise TooFewRepliesError(
-                f"round {server_round}: {len(accepted)} accepted replies, "
+                f"round {server_round}: {num_of('accepted reply', accepted, 'accepted replies')}, "
                 f"{rounds.fewest_replies_text}. {'; '.join(reasons)}"
             )
         following = returned(self.next_arrays, self.current, accepted)

@@ -206,7 +206,7 @@ def test_a_resumed_run_needs_as_many_clients_as_a_round(task_identity, monkeypat
     with pytest.raises(TimeoutError) as caught:
         resumed(grid, monkeypatch, min_replies=2).gather()
     assert str(caught.value) == (
-        "min-replies = 2: 1 clients of this run are connected; missing: b, c"
+        "min-replies = 2: 1 client of this run is connected; missing: b, c"
     )
 
 

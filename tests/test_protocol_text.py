@@ -25,7 +25,7 @@ from protocol.messages import (
     reply_content,
     roster_content,
 )
-from protocol.text import check_client_name, in_one_line, is_client_name
+from protocol.text import check_client_name, in_one_line, is_client_name, num_of
 
 pytestmark = pytest.mark.usefixtures("task_identity")
 any_text = st.text(st.characters(exclude_categories=()), max_size=500)  # with surrogates
@@ -229,3 +229,23 @@ def test_a_reply_over_its_size_is_rejected_before_its_arrays_are_read(monkeypatc
     monkeypatch.setattr("protocol.messages.tensors", lambda record: pytest.fail("read"))
     with pytest.raises(ValueError, match=f"has {size} bytes, more than the bound of {size - 1}"):
         read_reply(sent, size - 1)
+
+
+@pytest.mark.parametrize(
+    ("things", "expected"),
+    [
+        (0, "0 replies"),
+        (1, "1 reply"),
+        (2, "2 replies"),
+        (["a"], "1 reply"),
+        ({}, "0 replies"),
+        (1.0, "1 reply"),
+        (0.5, "0.5 replies"),
+        (1_234_567, "1234567 replies"),
+    ],
+)
+def test_a_count_has_the_number_of_its_noun(things, expected):
+    assert num_of("reply", things, "replies") == expected
+    assert num_of("round", things) == expected.replace("replies", "rounds").replace(
+        "reply", "round"
+    )

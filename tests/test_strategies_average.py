@@ -935,7 +935,7 @@ def test_too_few_good_replies_end_the_round_with_one_line_that_names_them_all():
     with pytest.raises(TooFewRepliesError) as caught:
         strategy.aggregate_train(1, replies)
     assert str(caught.value) == (
-        "round 1: 1 accepted replies, min-replies = 2. client-1: array '0.weight' holds 1 values "
+        "round 1: 1 accepted reply, min-replies = 2. client-1: array '0.weight' holds 1 values "
         "that are not finite; client-2: OSError: disk full"
     )
 

@@ -31,6 +31,7 @@ from client_app.similarity import alignment, kernel_view, linear_alignment, line
 from models import StagedModel
 from models.registry import PROJECTION_WIDTH
 from protocol.options import at_least, one_of, option
+from protocol.text import num_of
 
 
 def unchanged(x: Tensor) -> Tensor:
@@ -125,8 +126,8 @@ class FedCKA(PreviousModelObjective):
         names = list(model.regularised_stages) if has_heads else [*model.stage_names, "logits"]
         if self.num_layers > len(names):
             raise ValueError(
-                f"fedcka.num-layers = {self.num_layers}: {model.name} has {len(names)} layers to "
-                f"compare ({', '.join(names)}); the FedCKA paper uses 2"
+                f"fedcka.num-layers = {self.num_layers}: {model.name} has "
+                f"{num_of('layer', names)} to compare ({', '.join(names)}); the FedCKA paper uses 2"
             )
         return names[: self.num_layers]
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from client_app.objective import Batch, LocalObjective
 from client_app.round import RoundContext
 from protocol.options import at_least, option, true_or_false
+from protocol.text import num_of
 
 
 def margins(label_counts: Tensor, tau: float) -> Tensor:
@@ -63,8 +64,9 @@ class FedLC(LocalObjective):
         alone = sorted(c for c, counts in label_counts.items() if sum(n > 0 for n in counts) == 1)
         if alone:
             raise ValueError(
-                f"fedlc.exclude-true = true: {len(alone)} clients have samples of one class only, "
-                f"the first is {alone[0]}: their loss has an empty denominator; set it to false"
+                f"fedlc.exclude-true = true: {num_of('client has', alone, 'clients have')} samples "
+                f"of one class only, the first is {alone[0]}: their loss has an empty denominator; "
+                "set it to false"
             )
         return ""
 

@@ -30,7 +30,7 @@ from client_app.trainer import Duration, Phase
 from models import StagedModel
 from protocol.messages import Arrays
 from protocol.options import at_least, more_than, option
-from protocol.text import shortened
+from protocol.text import num_of, shortened
 
 
 def head_statistics(means: Tensor, counts: Tensor, mean_square: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,8 @@ class FedPAC(Method):
         if not named:
             return ""
         return (
-            f"fedpac: {len(named)} of {len(lacking)} clients lack classes: {shortened(named)}. "
+            f"fedpac: {len(named)} of {num_of('client', lacking)} "
+            f"lack{'s' * (len(named) == 1)} classes: {shortened(named)}. "
             "Their rows of h are zero for these, and their prototypes come from the others"
         )
 

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from keel.runs import SavedRun
+from protocol.text import num_of
 from server_app.history import CURVES, duration
 
 SHORT = {"global": "accuracy", "local_global": "on clients", "personal": "personal"}
@@ -120,7 +121,7 @@ class Terminal(logging.Handler):
 
     def on_replies(self, what: str, num_replies: int, num_asked: int) -> None:
         """As `ReplyObserver`: show how many clients have answered."""
-        self.phase(f"{what.removeprefix('the ')}: {num_replies} of {num_asked} clients")
+        self.phase(f"{what.removeprefix('the ')}: {num_replies} of {num_of('client', num_asked)}")
 
     def on_round(self, line: Mapping[str, Any]) -> None:
         """As `RunObserver`: a line, and the time left, from the mean of the rounds so far."""

@@ -36,7 +36,7 @@ from keel.views.exports import harmless
 from protocol.config import keel_home
 from protocol.files import digest, private_files
 from protocol.options import typed
-from protocol.text import in_one_line, printable
+from protocol.text import in_one_line, num_of, printable
 from server_app.history import CURVES, curve, duration
 from server_app.summary import privacy_text, summarise
 
@@ -148,7 +148,7 @@ def list_command(
     if not found:
         print(f"no runs in {base} yet; `keel run` starts one")
     elif len(shown) < len(found):
-        print(f"{len(found) - len(shown)} older runs: keel list --limit 0")
+        print(f"{num_of('older run', len(found) - len(shown))}: keel list --limit 0")
 
 
 def row_of(run: SavedRun) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from keel.deployment.findings import Finding, check, fine, problem
 from keel.deployment.reach import handshake, split_address
 from keel.deployment.superlink import SuperLinkClient
 from protocol.flower_compat.registration import Registration, registration_of
+from protocol.text import num_of
 
 timeout_s = 10.0
 hostname_mismatch, expired, not_yet_valid = 62, 10, 9  # X509_V_ERR_... of OpenSSL
@@ -153,12 +154,14 @@ def check_registered(credentials: Path, superlink: str) -> Iterator[Finding]:
     nodes = {node: status for node, status in listed.items() if status != "unregistered"}
     num_keys = len(list((credentials / "clients").glob("*.pub")))
     if len(nodes) < num_keys:
-        yield problem(f"{len(nodes)} of {num_keys} clients' keys are registered: make register")
+        yield problem(f"{len(nodes)} of {num_of('client key', num_keys)} registered: make register")
     for node, status in sorted(nodes.items()):
         if status != "online":
             yield problem(f"SuperNode {node} is {status}: run `keel doctor client` on its machine")
     if num_online := list(nodes.values()).count("online"):
-        yield fine(f"{num_online} SuperNodes are connected")
+        yield fine(
+            f"{num_of('SuperNode', num_online)} {'is' if num_online == 1 else 'are'} connected"
+        )
 
 
 def check_server(credentials: Path, fleet: str, superlink: str) -> Iterator[Finding]:

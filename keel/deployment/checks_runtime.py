@@ -16,6 +16,7 @@ from client_app.worker_socket import worker_status
 from keel.deployment.findings import Finding, check, fine, problem, skipped
 from protocol.code import code_digest
 from protocol.config import keel_home, project_file, resolve_config
+from protocol.text import num_of
 
 min_disk_bytes = 2 * 2**30  # a few models' checkpoints and decoded data
 min_memory_bytes = 2 * 2**30  # Ray, a worker and a server with torch
@@ -132,7 +133,7 @@ def check_data(
     counts = np.bincount(np.asarray(data.train.labels), minlength=data.num_classes)
     per_class = ", ".join(f"{n} {c}" for n, c in zip(data.class_names, counts, strict=True) if c)
     shape = " x ".join(map(str, data.image_shape))
-    yield fine(f"data: {counts.sum()} training images of {shape}: {per_class}")
+    yield fine(f"data: {num_of('training image', int(counts.sum()))} of {shape}: {per_class}")
 
 
 @check

@@ -34,7 +34,7 @@ from protocol.options import OptionValue
 from protocol.processes import num_cores
 from protocol.ray_nodes import CPU_WORKERS, Node, living_nodes
 from protocol.ray_start import skip_unused_processes
-from protocol.text import in_one_line
+from protocol.text import in_one_line, num_of
 
 LOG_FILE = "log.txt"
 START_ATTEMPTS = 3  # a busy machine may miss a deadline of Ray's own
@@ -69,10 +69,13 @@ class Resources:
         gpus = self.gpus_on(nodes)
         slots = sum(node.num_workers(self.cpus, gpus) for node in nodes)
         if not slots:
-            has = [f"{n.address} has {n.num_cpus:g} CPUs and {n.num_gpus:g} GPUs" for n in nodes]
+            has = [
+                f"{n.address} has {num_of('CPU', n.num_cpus)} and {num_of('GPU', n.num_gpus)}"
+                for n in nodes
+            ]
             raise ValueError(
-                f"no machine has the {self.cpus:g} CPUs and {gpus:g} GPUs that a run needs "
-                f"(--cpus-per-run, --gpus-per-run): {'; '.join(has)}"
+                f"no machine has the {num_of('CPU', self.cpus)} and {num_of('GPU', gpus)} that a "
+                f"run needs (--cpus-per-run, --gpus-per-run): {'; '.join(has)}"
             )
         return min(slots, self.workers or slots)
 

@@ -19,6 +19,7 @@ from keel.experiments.runs import machines_of
 from protocol.config import config_from_json
 from protocol.files import digest
 from protocol.messages import array_record
+from protocol.text import num_of
 from server_app.audit import AUDIT_FILE, audit_problem
 from server_app.federation import prepare
 from server_app.history import read_history, whole_lines
@@ -163,7 +164,7 @@ def file_checks(directory: Path, manifest: Mapping[str, Any]) -> Iterator[Check]
             if kept.get(client) != name or not is_intact(directory / "clients" / client / name)
         ]
         found = f"missing, damaged or added: {', '.join(wrong)}" if wrong else "unchanged"
-        yield Check(not wrong, f"state of {len(kept)} clients: {found}")
+        yield Check(not wrong, f"state of {num_of('client', kept)}: {found}")
     if checkpoint := manifest.get("checkpoint"):  # with the heads that FedPAC's server makes
         passed = is_intact(directory / "checkpoints" / checkpoint)
         found = "unchanged" if passed else "missing or damaged"

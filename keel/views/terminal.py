@@ -17,6 +17,7 @@ from keel.runs import COLOURS, CONFIG_FILE, RUNNING
 from keel.tables import terminal_console
 from keel.views.run_page import events, points_of, progress
 from keel.views.store import AUDIT_FILE, Entry, Store, last_lines, text_of
+from protocol.text import num_of
 from server_app.history import CURVES, HistoryReader, Line
 
 POLL_S = 0.5
@@ -85,7 +86,7 @@ def frame(entry: Entry, reader: HistoryReader, width: int) -> Group:
     if clients:
         more = f" and {len(clients) - MAX_CLIENTS} more" if len(clients) > MAX_CLIENTS else ""
         names = ", ".join(clients[:MAX_CLIENTS])
-        body.append(Text(f"round {number}, {len(clients)} clients at work: {names}{more}"))
+        body.append(Text(f"round {number}, {num_of('client', clients)} at work: {names}{more}"))
     found, total = events(lines[-20:])
     for number, client, what, reason in found[:MAX_EVENTS]:
         whom = " ".join(filter(None, (client, what)))

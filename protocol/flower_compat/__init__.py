@@ -56,7 +56,7 @@ from flwr.supercore.inflatable.inflatable_utils import (
 )
 from flwr.supercore.task_identity import TaskIdentity
 
-from protocol.text import in_one_line, printable
+from protocol.text import in_one_line, num_of, printable
 
 # --- server and inline engine --------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ def bound_superlink_retries(grid: object, seconds: float) -> None:
             return invoke(*args, **kwargs)
         except Exception as error:
             if reason := failure_of(error):
-                raise SuperLinkError(f"{reason}, for {seconds:g} seconds") from None
+                raise SuperLinkError(f"{reason}, for {num_of('second', seconds)}") from None
             raise
 
     invoker.invoke = invoke_and_explain

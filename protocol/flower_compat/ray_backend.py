@@ -56,7 +56,7 @@ from protocol.flower_compat.simulation import (
 from protocol.processes import num_cores
 from protocol.ray_nodes import CPU_WORKERS, MAX_WORKERS, Node, living_nodes
 from protocol.ray_start import skip_unused_processes
-from protocol.text import shortened
+from protocol.text import num_of, shortened
 
 log = logging.getLogger("keel.server")
 MAX_ATTEMPTS = 3  # of a message whose worker dies, on nodes that are alive
@@ -164,9 +164,12 @@ class ClusterBackend(RayBackend):
         for i in sorted(i for _, i in sorted(fits)[: self.max_workers]):
             self.workers.append(self.new_worker(nodes[i]))
         if not self.workers:
-            has = [f"{n.address} has {n.num_cpus:g} CPUs and {n.num_gpus:g} GPUs" for n in nodes]
+            has = [
+                f"{n.address} has {num_of('CPU', n.num_cpus)} and {num_of('GPU', n.num_gpus)}"
+                for n in nodes
+            ]
             raise RuntimeError(
-                f"no node has the {cpus:g} CPUs and {gpus:g} GPUs of one worker "
+                f"no node has the {num_of('CPU', cpus)} and {num_of('GPU', gpus)} of one worker "
                 "(client-resources-num-cpus, -num-gpus; --cpus-per-client, --gpus-per-client; "
                 "at least one must be > 0): " + "; ".join(has)
             )
@@ -183,8 +186,8 @@ class ClusterBackend(RayBackend):
         _, late = ray.wait(list(starting), num_returns=num, timeout=SOON_S)
         if late:
             log.info(
-                "%d of %d workers have not started yet: waiting up to %g s more",
-                *(len(late), num, late_s),
+                "%d of %s not started yet: waiting up to %g s more",
+                *(len(late), num_of("worker has", num, "workers have"), late_s),
             )
             _, late = ray.wait(late, num_returns=len(late), timeout=late_s)
         for future in late:
