@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from protocol.files import write_atomically
 from protocol.text import in_one_line
 
 # Up to these sizes, cells show their count and classes their name.
@@ -80,4 +82,6 @@ def plot_label_distribution(
             axes.text(client, k, str(count), color=colour, size=7, ha="center", va="center")
     figure.colorbar(heat, ax=(axes, below), label="samples")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, format="png")
+    picture = BytesIO()
+    figure.savefig(picture, dpi=150, format="png")
+    write_atomically(path, picture.getbuffer())

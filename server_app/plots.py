@@ -1,10 +1,13 @@
 """Accuracies and losses over rounds, in run directories and `keel compare`; needs no torch."""
 
 from collections.abc import Iterable, Sequence
+from io import BytesIO
 from pathlib import Path
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+
+from protocol.files import write_atomically
 
 MAX_MARKED = 40  # points; a longer curve has no markers
 
@@ -41,6 +44,6 @@ def accuracy_figure(curves: Curves, title: str = "", losses: Curves = ()) -> Fig
 def save_png(figure: Figure, path: Path) -> None:
     """Write a PNG, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part.png")
-    figure.savefig(part, dpi=150)
-    part.replace(path)
+    picture = BytesIO()
+    figure.savefig(picture, dpi=150, format="png")
+    write_atomically(path, picture.getbuffer())
