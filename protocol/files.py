@@ -76,7 +76,8 @@ def write_atomically(path: Path, *pieces: Any) -> None:
             os.fsync(file.fileno())
         part.replace(path)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of a file system that is read-only too
+            part.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
     directory = os.open(path.parent, os.O_RDONLY)
     try:

@@ -1,8 +1,12 @@
 """Atomic writes beside each other, and the removal of what killed processes left of them."""
 
+import errno
 import os
 import subprocess
 import threading
+from pathlib import Path
+
+import pytest
 
 from protocol import files
 from protocol.files import private_files, remove_parts, write_atomically
@@ -94,3 +98,14 @@ def test_files_are_private_until_the_last_thread_that_asked_for_it_is_done(tmp_p
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
     assert modes == {"private": 0o600, "after": 0o644}
+
+
+def test_a_read_only_file_system_is_an_error_that_names_the_file(tmp_path, monkeypatch):
+    def refuse(path, *_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(OSError, match="Read-only file system") as caught:
+        write_atomically(tmp_path / "state", b"x")
+    assert caught.value.filename == str(tmp_path / "state")
