@@ -1,5 +1,7 @@
 """The SuperNode's state: each message has one answer, its own, once its ClientApp has ended."""
 
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -199,3 +201,19 @@ def test_answered_messages_are_deleted(node):
     assert len(replies) == 1  # b's, until the next message: the loop takes it out once sent
     node.state._drop(lambda about: True)
     assert not node.state.object_store.store
+
+
+def test_a_supernode_that_gave_up_ends_although_a_thread_of_it_goes_on():
+    """As after the server's certificate has expired: only a new process connects again."""
+    program = (
+        "import threading\n"
+        "from protocol.flower_compat import supernode\n"
+        "endless = threading.Thread(target=threading.Event().wait)\n"
+        "supernode.flower_supernode = endless.start\n"
+        "supernode.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    assert "lost the SuperLink" in done.stdout + done.stderr
