@@ -459,7 +459,7 @@ def asked(task_identity):
 def test_workers_larger_than_any_node_are_an_error_of_one_line_for_the_serverapp_too(backend):
     with pytest.raises(RuntimeError) as error:
         backend(node("10.0.0.1", 0), node("10.0.0.2", 0.5))
-    assert str(error.value).startswith("no node has the 1 CPUs and 0 GPUs of one worker ")
+    assert str(error.value).startswith("no node has the 1 CPU and 0 GPUs of one worker ")
     assert str(error.value).endswith(
         ": 10.0.0.1 has 0 CPUs and 0 GPUs; 10.0.0.2 has 0.5 CPUs and 0 GPUs"
     )

@@ -18,11 +18,15 @@ CLEAR = "\r\x1b[2K\x1b[?25h"  # the line of a progress bar, which hides the curs
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Within, SIGINT waits. PyTorch's import would swallow it and go on without NumPy."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before, caught = signal.getsignal(signal.SIGINT), list[int]()
+    if before != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, before)
+        if caught:
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager

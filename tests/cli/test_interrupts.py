@@ -27,7 +27,15 @@ def test_the_first_ctrl_c_is_an_exception_and_says_so_in_a_line(capsys):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_ctrl_c_waits_for_the_end_of_an_import_that_would_swallow_it():
+@pytest.fixture
+def heeds_ctrl_c():
+    """A shell starts a background job, such as these tests may be, with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_ctrl_c_waits_for_the_end_of_an_import_that_would_swallow_it(heeds_ctrl_c):
     done = []
 
     def run():
@@ -40,7 +48,7 @@ def test_a_ctrl_c_waits_for_the_end_of_an_import_that_would_swallow_it():
     assert done
 
 
-def test_a_ctrl_c_while_torch_is_imported_ends_an_experiment(tmp_path):
+def test_a_ctrl_c_while_torch_is_imported_ends_an_experiment(tmp_path, heeds_ctrl_c):
     """PyTorch swallowed it, and all runs were run."""
     (tmp_path / "torch").mkdir()
     lines = ["import os, signal", "try:", "    os.kill(os.getpid(), signal.SIGINT)"]

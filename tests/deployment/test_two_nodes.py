@@ -234,7 +234,7 @@ def test_a_worker_that_dies_on_each_message_ends_the_run_with_a_line(cluster, tm
 def test_workers_larger_than_any_node_are_refused_in_a_line(cluster):
     code, _, err = cluster.run(*words(SMALL, "large"), "--cpus-per-client", "64")
     assert code != 0
-    assert f"{cluster.address(0)} has 1 CPUs" in err
+    assert f"{cluster.address(0)} has 1 CPU" in err
     assert err.count("\n") == 1
     assert not run_of(cluster, "large").exists()
 

@@ -64,7 +64,7 @@ def test_no_gpu_is_used_where_there_is_none_or_none_is_wanted(monkeypatch):
 def test_a_share_that_no_machine_has_is_refused_in_a_line():
     with pytest.raises(ValueError, match=r"10.0.0.1 has 8 CPUs and 2 GPUs; 10.0.0.2 has") as error:
         Resources(cpus=16).slots_on(NODES)
-    assert "16 CPUs and 1 GPUs that a run needs (--cpus-per-run" in str(error.value)
+    assert "16 CPUs and 1 GPU that a run needs (--cpus-per-run" in str(error.value)
 
 
 def test_a_machine_with_other_code_or_without_the_folder_is_unfit(tmp_path):
