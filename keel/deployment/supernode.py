@@ -1,7 +1,7 @@
 """`flower-supernode`, with the same options, patched in `protocol/flower_compat/supernode.py`.
 
 Logs the SuperLink's address, and why it does not answer or does not know this client's key, which
-Flower's log does not say.
+Flower's log does not say. Ends after a failed TLS handshake, as with an expired certificate.
 """
 
 import argparse
@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from keel.deployment.checks_host import check_key
 from keel.deployment.credentials import warn_of_certificates
@@ -38,8 +39,17 @@ def report_superlink(words: Sequence[str]) -> None:
                 print(f"warning: {finding.text}", file=sys.stderr, flush=True)
 
 
+def run() -> NoReturn:
+    """Run the SuperNode; end the process where Flower returns, which it does where TLS fails."""
+    main()
+    print(
+        "the SuperNode has lost the SuperLink and ends: start it again", file=sys.stderr, flush=True
+    )
+    os._exit(1)  # another thread would keep the process, which never connects again
+
+
 if __name__ == "__main__":
     os.umask(0o077)
     warn_of_certificates(sys.argv[1:])
     report_superlink(sys.argv[1:])
-    main()
+    run()

@@ -12,8 +12,6 @@ Flower 1.39 has no option, and no public way, for any of these:
   with an error. And after each message the SuperNode sends the replies it has, once: a left-over
   reply is sent in place of the one that comes a little later, which then waits for the next
   message. Here it waits for the message's own, complete reply and drops left-over ones.
-- Ends the process where Flower returns. Why: after a failed TLS handshake, as with a certificate
-  that has expired, another thread keeps the process, which never connects again.
 """
 
 import functools
@@ -141,6 +139,3 @@ def main() -> None:
     replace(client_loop, "pull_objects", pull, pull_objects)
     replace(factory, "InMemoryNodeState", AnsweringNodeState, InMemoryNodeState)
     flower_supernode()
-    # it returns where TLS fails; its other threads would keep the process, which asks for nothing
-    print("the SuperNode has lost the SuperLink and ends: start it again", flush=True)
-    os._exit(1)

@@ -207,10 +207,10 @@ def test_a_supernode_that_gave_up_ends_although_a_thread_of_it_goes_on():
     """As after the server's certificate has expired: only a new process connects again."""
     program = (
         "import threading\n"
-        "from protocol.flower_compat import supernode\n"
+        "from keel.deployment import supernode\n"
         "endless = threading.Thread(target=threading.Event().wait)\n"
-        "supernode.flower_supernode = endless.start\n"
-        "supernode.main()\n"
+        "supernode.main = endless.start\n"
+        "supernode.run()\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
