@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from keel.cli.interrupts import uninterrupted
 from keel.cli.progress import Terminal
 from keel.deployment.simulation import engine_folder, last_line, simulation_superlink
 from keel.deployment.superlink import SuperLinkClient, app_directory, run_config
@@ -85,7 +86,8 @@ class Job:
 def run_in_process(job: Job, terminal: Terminal) -> None:
     """Execute the run in this process, one client after the other."""
     terminal.phase("loading PyTorch")
-    from server_app.inline import run_inline
+    with uninterrupted():
+        from server_app.inline import run_inline
 
     terminal.phase("reading data")
     with one_run, torch_defaults(), program_log_level():

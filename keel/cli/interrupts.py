@@ -5,6 +5,7 @@ import itertools
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -17,10 +18,13 @@ CLEAR = "\r\x1b[2K\x1b[?25h"  # the line of a progress bar, which hides the curs
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Within, SIGINT waits. PyTorch's import would swallow it and go on without NumPy."""
+    """Within, SIGINT waits. PyTorch's import would go on without NumPy, or abort the process."""
     before, caught = signal.getsignal(signal.SIGINT), list[int]()
-    if before != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
+    is_main = threading.current_thread() is threading.main_thread()  # others get no signals
+    if not is_main or before in (signal.SIG_IGN, None):  # None: a handler that is not Python's
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
     try:
         yield
     finally:
