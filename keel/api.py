@@ -90,7 +90,7 @@ def run(
     engine: str = "inline",
     cpus_per_client: float | None = None,
     gpus_per_client: float | None = None,
-    ray: str = "",
+    ray: str | None = None,
     quiet: bool = False,
     **keys: OptionValue,
 ) -> Run:
