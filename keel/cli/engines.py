@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 from keel.cli.interrupts import uninterrupted
 from keel.cli.progress import Terminal
+from keel.deployment.reach import handshake
 from keel.deployment.simulation import engine_folder, last_line, simulation_superlink
 from keel.deployment.superlink import SuperLinkClient, app_directory, run_config
 from keel.runs import FINISHED, SavedRun
@@ -296,7 +297,22 @@ def run_on_deployment(job: Job, terminal: Terminal) -> None:
         status = outcome(flower, terminal)
         if status != "finished:completed":
             ended = status.removeprefix("finished:") or "did not start"
-            raise RuntimeError(f"the run {ended}: {flower.reason()}")
+            reason = flower.reason() if status else unreachable(job) or flower.reason()
+            raise RuntimeError(f"the run {ended}: {reason}")
+
+
+def unreachable(job: Job) -> str:
+    """Why no TLS connection to the SuperLink can be made, such as a certificate; "" if one can.
+
+    Flower says only that the SuperLink is unavailable.
+    """
+    if ":" not in job.federation or not job.root_certificates:
+        return ""
+    try:
+        handshake(job.federation, job.root_certificates)
+        return ""
+    except (OSError, ValueError) as error:
+        return f"the SuperLink {job.federation} cannot be reached: {error}"
 
 
 def outcome(flower: "FlowerRun", terminal: Terminal) -> str:

@@ -10,6 +10,7 @@ import sys
 import tomllib
 import zipfile
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from keel.cli import engines
 from keel.cli.engines import FlowerRun, Job, follow, is_from_keel, run_on_deployment, worker_rows
 from keel.cli.progress import Terminal, round_line
 from keel.deployment import simulation, superlink
+from keel.deployment.credentials import make_credentials
 from keel.deployment.simulation import (
     MARK,
     end_processes,
@@ -30,7 +32,7 @@ from keel.deployment.simulation import (
     marked_processes,
     simulation_superlink,
 )
-from keel.deployment.superlink import SuperLinkClient, app_directory, app_packages
+from keel.deployment.superlink import SuperLinkClient, app_directory, app_packages, free_ports
 from keel.runs import SavedRun, is_locked, lock_holder
 from protocol.flower_compat import superlink_unavailable
 from protocol.processes import num_cores
@@ -149,6 +151,24 @@ def test_a_run_goes_on_while_its_superlink_restarts(monkeypatch, end):
         run_on_deployment(Job({}, 2, federation="localhost:1"), terminal)
     assert "waiting for run 12, which may go on there" in printed[0]
     assert stopped == ([12] if end == "Ctrl-C" else [])
+
+
+def test_why_a_superlink_cannot_be_reached_is_said(tmp_path, monkeypatch):
+    """Flower says that it is unavailable, be it the port, the CA or an expired certificate."""
+    make_credentials(tmp_path, ["localhost"], [])
+    federation = f"localhost:{free_ports(1)[0]}"
+
+    def start(self, job, arguments):
+        self.read(io.StringIO(f"{superlink_unavailable}.\n"))
+
+    monkeypatch.setattr(FlowerRun, "start", start)
+    terminal = SimpleNamespace(phase=lambda text: None)
+    job = Job({}, 2, federation=federation, root_certificates=tmp_path / "ca/ca.pem")
+    text = f"^the run did not start: the SuperLink {federation} cannot be reached: .*refused"
+    with pytest.raises(RuntimeError, match=text):
+        run_on_deployment(job, terminal)
+    with pytest.raises(RuntimeError, match=f"^the run did not start: {superlink_unavailable}"):
+        run_on_deployment(replace(job, root_certificates=None), terminal)
 
 
 def test_lines_of_keel_are_told_from_flowers():
