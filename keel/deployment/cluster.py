@@ -22,6 +22,7 @@ START = (
     "start a cluster with `ray start --head`, and join it with `ray start --address HOST:PORT` on "
     "each machine"
 )
+FOUND = "nodes: "  # begins the line with the nodes; Ray's own lines may come before and after it
 THIS_MACHINE = "auto"  # the cluster that this machine is a node of
 
 
@@ -43,10 +44,11 @@ def cluster_nodes(address: str, named: str = "--ray") -> list[Node]:
             "`ray start --head` prints"
         ) from None
     lines = done.stdout.splitlines()
-    if done.returncode or not lines:
+    found = [line.removeprefix(FOUND) for line in lines if line.startswith(FOUND)]
+    if done.returncode or not found:
         reason = lines[-1] if lines else (done.stderr.splitlines() or ["no output"])[-1]
         raise ValueError(f"{named} {address}: {reason}")
-    return [Node(**node) for node in json.loads(lines[-1])]
+    return [Node(**node) for node in json.loads(found[0])]
 
 
 def check_address(address: str, named: str = "--ray") -> None:
@@ -75,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     except Exception as error:
         print(" ".join(str(error).split())[:500])
         return 1
-    print(json.dumps([asdict(node) for node in living_nodes()]))
+    print(FOUND + json.dumps([asdict(node) for node in living_nodes()]))
     ray.shutdown()
     return 0
 

@@ -53,11 +53,14 @@ def test_an_address_at_which_nothing_listens_is_refused():
             cluster_nodes(address)
 
 
-def test_nodes_are_those_that_the_process_prints_last(monkeypatch):
+def test_nodes_are_read_from_between_ray_s_own_lines(monkeypatch):
+    """A line after them was read as JSON."""
+
     def run(command, **options):
         assert "RAY_ADDRESS" not in options["env"]
         rows = [{"address": n.address, "num_cpus": n.num_cpus, "num_gpus": 0} for n in NODES]
-        return subprocess.CompletedProcess(command, 0, f"a warning\n{json.dumps(rows)}\n", "")
+        out = f"a warning\nnodes: {json.dumps(rows)}\n[core_worker] another\n"
+        return subprocess.CompletedProcess(command, 0, out, "")
 
     monkeypatch.setenv("RAY_ADDRESS", "elsewhere:1")
     monkeypatch.setattr(cluster.subprocess, "run", run)
