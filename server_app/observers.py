@@ -123,10 +123,7 @@ class RoundLog:
             self.noted_at = now
         elif num_replies < num_asked and now - self.noted_at >= NOTE_EVERY_S:
             self.noted_at = now
-            log.info(
-                "%s: %d of %s answered",
-                *(what, num_replies, num_of("client has", num_asked, "clients have")),
-            )
+            log.info("%s: %d of %d clients have answered", what, num_replies, num_asked)
 
     def seconds_left(self, server_round: int) -> float:
         """The expected time until the end, by the mean of the rounds so far."""

@@ -86,11 +86,11 @@ def run_command(
         ),
     ] = None,
     ray: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="HOST:PORT of a Ray cluster that this machine is part of. Default: $RAY_ADDRESS."
         ),
-    ] = "",
+    ] = None,
     stack: Annotated[
         bool,
         typer.Option(
@@ -115,6 +115,8 @@ def run_command(
         from keel.experiments.recipe import load_recipe
         from keel.experiments.runs import Options
 
+    if ray == "":
+        raise ValueError("--ray is empty: expected HOST:PORT of a Ray cluster")
     refuse_unknown("--scale", scale, list(SCALES))
     refuse_unknown("--grid", grid, ["full", "paper"])
     loaded = load_recipe(recipe)

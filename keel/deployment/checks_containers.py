@@ -67,8 +67,8 @@ def check_containers(
         reason = " ".join(str(error).split())[:300]
         if no_daemon.search(reason):
             yield skipped(
-                f"containers: Docker's daemon does not run here, so none of a {machine} runs; "
-                f"checking this machine instead. If `make deploy-{machine}` deployed it, start "
+                f"containers: Docker's daemon does not run here, so there are none; checking "
+                f"this machine instead. If `make deploy-{machine}` deployed it, start "
                 "Docker"
             )
         else:

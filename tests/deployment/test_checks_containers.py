@@ -79,8 +79,8 @@ def test_a_docker_without_its_daemon_is_a_note_and_the_machine_is_checked(at_a_c
     lines = at_a_client(f"echo '{error}' >&2; exit 1")
     [at] = [i for i, line in enumerate(lines) if " containers: " in line]
     assert lines[at] == (
-        "skipped  containers: Docker's daemon does not run here, so none of a client runs; "
-        "checking this machine instead. If `make deploy-client` deployed it, start Docker"
+        "skipped  containers: Docker's daemon does not run here, so there are none; checking "
+        "this machine instead. If `make deploy-client` deployed it, start Docker"
     )
     assert "ok       device: cpu" in lines[at:]
 

@@ -182,6 +182,12 @@ def test_a_cluster_that_ends_is_named_once_it_has_been_away_for_a_while(monkeypa
         runner.wait(0)
 
 
+def test_an_empty_cluster_address_is_refused(refusal, tmp_path):
+    """As of an unset variable: the runs were executed on this machine alone."""
+    error = refusal("experiments", "run", str(sweep), "--output", str(tmp_path), "--ray", "")
+    assert error == "error: --ray is empty: expected HOST:PORT of a Ray cluster\n"
+
+
 def test_a_cluster_of_the_environment_is_used(refusal, tmp_path, monkeypatch):
     """The runs were executed on this machine alone, and nothing said so."""
     with socket.socket() as taken:
