@@ -167,6 +167,17 @@ def gradient_of(x):
     return weight.grad
 
 
+def made_elsewhere(x):
+    return torch.tensor([0.0, 1.0], device="meta")
+
+
+def sees_tensors_made_elsewhere():
+    """Not so in torch 2.11, where the recording fails instead."""
+    with Obstacles() as found:
+        made_elsewhere(None)
+    return bool(found.first)
+
+
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 @pytest.mark.parametrize(
     ("function", "operation"),
@@ -179,7 +190,13 @@ def gradient_of(x):
         (lambda x: x * torch.equal(x, x), "equal"),
         (lambda x: torch.rand(2, generator=torch.Generator()) * x, "rand"),
         (lambda x: x.to("meta"), "_to_copy"),
-        (lambda x: torch.tensor([0.0, 1.0], device="meta"), "lift_fresh"),
+        pytest.param(
+            made_elsewhere,
+            "lift_fresh",
+            marks=pytest.mark.skipif(
+                not sees_tensors_made_elsewhere(), reason="this torch does not report torch.tensor"
+            ),
+        ),
         (lambda x: torch.ones(9, device="meta")[x.long()], "index"),
         (lambda x: torch.linalg.inv(x.diag()), "_linalg_check_errors"),
         (lambda x: torch.linalg.eigvalsh(x.diag()), "_linalg_eigh"),

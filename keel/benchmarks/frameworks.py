@@ -324,7 +324,10 @@ def rounds_with(name: str, options: BenchOptions, rounds: int, threads: int = 1)
 
 
 def rounds(options: BenchOptions) -> Iterator[Measurement]:
-    """W1 and W2: the inline engine in one process, against the others on the same device."""
+    """W1 and W2: the inline engine in one process, against the others on the same device.
+
+    On a GPU with eager steps, then with recorded ones.
+    """
     count = 2 if options.is_quick else options.rounds
     common: Keys = {
         "source": workload_source(options),
@@ -333,18 +336,23 @@ def rounds(options: BenchOptions) -> Iterator[Measurement]:
         "num-rounds": count,
     }
 
+    ways: dict[str, Keys] = {"inline engine": {}}
+    if options.device == "cuda":
+        ways["inline engine, recorded steps"] = {"cuda-graphs": True}
+
     @lru_cache(maxsize=1)
-    def inline(name: str) -> list[RoundCost]:
+    def inline(name: str, way: str) -> list[RoundCost]:
         clock = RoundClock()
-        lines = history_of({**WORKLOADS[name], **common}, bare.num_clients, clock)
+        keys = {**WORKLOADS[name], **common, **ways[way]}
+        lines = history_of(keys, bare.num_clients, clock)
         costs = []
         for line, (before, after) in zip(lines[1:], itertools.pairwise(clock.at), strict=True):
             sent = {"mb_down": line["bytes_down"] / 1e6, "mb_up": line["bytes_up"] / 1e6}
             costs.append(RoundCost(sum(line["seconds"].values()), after - before, **sent))
         return costs
 
-    def measure(workload: str, other: Callable[[], list[RoundCost]]) -> Row:
-        both = inline(workload), other()
+    def measure(workload: str, way: str, other: Callable[[], list[RoundCost]]) -> Row:
+        both = inline(workload, way), other()
         wall, cpu = (
             [statistics.median(getattr(cost, key) for cost in costs) for costs in both]
             for key in ("wall_s", "cpu_s")
@@ -356,12 +364,15 @@ def rounds(options: BenchOptions) -> Iterator[Measurement]:
             "mb_down_and_up": [round(both[0][-1].mb_down, 2), round(both[0][-1].mb_up, 2)],
         }
 
-    for name, workload in WORKLOADS.items():
-        loop = partial(bare_rounds, options, str(workload["method"]), 1, count, options.device)
-        yield f"{name}: inline engine / bare, 1 process, s a round", partial(measure, name, loop)
-    for name in installed(FRAMEWORKS):
-        what = f"W1: inline engine / {name}, s a round"
-        yield what, partial(measure, "W1", partial(rounds_with, name, options, count))
+    others = list(installed(FRAMEWORKS))
+    for way in ways:
+        for name, workload in WORKLOADS.items():
+            loop = partial(bare_rounds, options, str(workload["method"]), 1, count, options.device)
+            what = f"{name}: {way} / bare, 1 process, s a round"
+            yield what, partial(measure, name, way, loop)
+        for name in others:
+            other = partial(rounds_with, name, options, count)
+            yield f"W1: {way} / {name}, s a round", partial(measure, "W1", way, other)
 
 
 def installed(frameworks: Mapping[str, tuple[Any, str]]) -> Iterator[str]:

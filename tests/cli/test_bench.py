@@ -121,6 +121,10 @@ def test_frameworks_that_are_not_installed_are_left_out_in_a_line_each(
         "pfl is left out: pfl is not installed",
         "fluke is left out: fluke is not installed",
     ]
+    on_gpu = [what for what, _ in frameworks.rounds(BenchOptions(tmp_path, True, device="cuda"))]
+    recorded = [what for what in on_gpu if "recorded steps" in what]
+    assert [what.replace(", recorded steps", "") for what in recorded] == names
+    assert on_gpu[: len(names)] == names
 
 
 @pytest.mark.parametrize("place", ["bare", "framework", "worker of Flower"])
