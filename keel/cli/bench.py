@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from keel.cli.interrupts import uninterrupted
 from protocol.config import keel_home
 
 # part: (module in keel.benchmarks, function from BenchOptions to rows)
@@ -58,7 +59,8 @@ def bench(
     Flower's simulation, as far as they are installed. gpu: on a GPU; it starts no measurement after
     8 minutes: repeat the command to continue with the rest.
     """
-    from keel.benchmarks.report import BenchOptions, Row, earlier_rows, table, write
+    with uninterrupted():
+        from keel.benchmarks.report import BenchOptions, Row, earlier_rows, table, write
 
     chosen = [str(part) for part in parts or []] + ["gpu"] * gpu
     to = out or Path("-".join(["bench", *chosen]))

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from keel.cli.interrupts import uninterrupted
 from protocol.catalogue import method_names
 from protocol.config import refuse_unknown
 from protocol.models import MODELS
@@ -22,7 +23,8 @@ def check_method(
     """
     refuse_unknown("method", name, list(method_names()))
     refuse_unknown("model", model, list(MODELS))
-    from keel.method_checks import check_method as results
+    with uninterrupted():
+        from keel.method_checks import check_method as results
 
     failed = 0
     with tempfile.TemporaryDirectory(prefix="keel-check-") as directory:

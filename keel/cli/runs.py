@@ -15,6 +15,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from keel.cli.interrupts import uninterrupted
 from keel.runs import (
     COLOURS,
     DAMAGE,
@@ -364,7 +365,8 @@ def predict(
     for path in images:  # before torch is imported
         check_image(path)
 
-    from server_app.trained import load_model
+    with uninterrupted():
+        from server_app.trained import load_model
 
     model = load_model(directory, client)
     found = []
@@ -421,7 +423,8 @@ def diagnose(
     """
     directory = find_run(run).directory
     output = (output or directory / "diagnostics-models").expanduser().absolute()
-    from keel.model_diagnostics import write_diagnostics
+    with uninterrupted():
+        from keel.model_diagnostics import write_diagnostics
 
     write_diagnostics(directory, models or [], only, samples, output)
     print(output)
@@ -454,7 +457,8 @@ def export(
         num_rounds = write_csv(saved, path)
         what = f"{num_rounds} round{'s' * (num_rounds != 1)} of {saved.name}"
     else:
-        from keel.cli.export import export_model
+        with uninterrupted():
+            from keel.cli.export import export_model
 
         export_model(saved.directory, client, to, path)
         what = f"the model of {f'{client} in ' if client else ''}{saved.name}"

@@ -54,7 +54,11 @@ def test_a_thread_may_import_torch_too():
         pool.submit(uninterrupted().__enter__).result()
 
 
-@pytest.mark.parametrize("words", [["experiments", "run", "docs/sweep.yaml"], ["run"]])
+@pytest.mark.parametrize(
+    "words",
+    [["experiments", "run", "docs/sweep.yaml"], ["run"], ["bench"], ["check-method", "fedavg"]],
+    ids=" ".join,
+)
 def test_a_ctrl_c_while_torch_is_imported_ends_the_command(words, tmp_path, heeds_ctrl_c):
     """PyTorch swallowed it, and all runs were run, or aborted the process."""
     (tmp_path / "torch").mkdir()
