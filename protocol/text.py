@@ -49,6 +49,12 @@ def num_of(noun: str, things: Sized | float, plural: str = "") -> str:
     return f"{text} {noun if num == 1 else plural or noun + 's'}"
 
 
+def size_of_data(num_train: int, num_test: int, shape: Sequence[int], num_classes: int) -> str:
+    """The numbers of images, their shape and the number of classes, in words."""
+    images = f"{num_train:,} training and {num_test:,} test image{'s' * (num_test != 1)}"
+    return f"{images}, {' x '.join(map(str, shape))}, {num_of('class', num_classes, 'classes')}"
+
+
 def shortened(names: Sequence[str]) -> str:
     """The first five names, separated by commas, and how many more there are."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from protocol.text import num_of
+from protocol.text import num_of, size_of_data
 from server_app.history import CURVES, Line, duration
 from server_app.summary import privacy_text
 
@@ -59,7 +59,7 @@ class RunInfo:
 
     def lines(self) -> list[str]:
         """The run in a few lines of text."""
-        shape = " x ".join(map(str, self.image_shape))
+        size = size_of_data(self.num_train, self.num_test, self.image_shape, self.num_classes)
         clients = num_of("client", self.num_clients)
         if self.clients_per_round != self.num_clients:
             clients += f", {self.clients_per_round} a round"
@@ -68,8 +68,7 @@ class RunInfo:
             rounds += f", {self.last_round} of them done"
         return [
             f"method {self.method}, server optimizer {self.server_optimizer}; {clients}; {rounds}",
-            f"data {self.source}: {self.num_train:,} training and {self.num_test:,} test images, "
-            f"{shape}, {self.num_classes} classes",
+            f"data {self.source}: {size}",
             f"model {self.model}: {self.num_parameters:,} parameters",
             f"run directory {self.directory}",
         ]

@@ -25,7 +25,13 @@ from protocol.messages import (
     reply_content,
     roster_content,
 )
-from protocol.text import check_client_name, in_one_line, is_client_name, num_of
+from protocol.text import (
+    check_client_name,
+    in_one_line,
+    is_client_name,
+    num_of,
+    size_of_data,
+)
 
 pytestmark = pytest.mark.usefixtures("task_identity")
 any_text = st.text(st.characters(exclude_categories=()), max_size=500)  # with surrogates
@@ -249,3 +255,9 @@ def test_a_count_has_the_number_of_its_noun(things, expected):
     assert num_of("round", things) == expected.replace("replies", "rounds").replace(
         "reply", "round"
     )
+
+
+def test_the_size_of_data_has_the_number_of_its_nouns():
+    many = size_of_data(1_438, 359, [1, 32, 32], 10)
+    assert many == "1,438 training and 359 test images, 1 x 32 x 32, 10 classes"
+    assert size_of_data(1, 1, [3, 8, 8], 1) == "1 training and 1 test image, 3 x 8 x 8, 1 class"

@@ -8,6 +8,7 @@ from keel.cli.sizes import data_size, parameter_count
 from keel.deployment.superlink import run_config
 from protocol.config import DataConfig, RunConfig
 from protocol.options import typed
+from protocol.text import size_of_data
 
 PARTITION_KEYS = {
     "dirichlet": ("alpha",),
@@ -57,10 +58,9 @@ def options_text(config: RunConfig, table: str) -> str:
 
 def data_text(data: DataConfig, size: SourceInfo | None) -> str:
     """The source, its size and shape if they are known, and the partition."""
-    if size and size.image_shape:
-        shape = " x ".join(map(str, size.image_shape))
-        images = f"{size.num_train:,} training and {size.num_test:,} test images"
-        text = f"{data.source}: {images}, {shape}, {size.num_classes} classes"
+    if size and size.image_shape and size.num_train and size.num_test and size.num_classes:
+        numbers = size.num_train, size.num_test, size.image_shape, size.num_classes
+        text = f"{data.source}: {size_of_data(*numbers)}"
     else:
         text = f"{data.source}: sizes are shown once it is read"
     if data.data_fraction < 1:

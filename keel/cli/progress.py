@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from keel.runs import SavedRun
-from protocol.text import num_of
+from protocol.text import num_of, size_of_data
 from server_app.history import CURVES, duration
 
 SHORT = {"global": "accuracy", "local_global": "on clients", "personal": "personal"}
@@ -111,10 +111,9 @@ class Terminal(logging.Handler):
 
     def on_run_start(self, info: Any) -> None:
         """As `RunObserver`: print the sizes that the plan could not, then begin."""
-        if "test images" not in self.shown.get("data", ""):
-            shape = " x ".join(map(str, info.image_shape))
-            images = f"{info.num_train:,} training and {info.num_test:,} test images"
-            self.row("images", f"{images}, {shape}, {info.num_classes} classes")
+        if " test image" not in self.shown.get("data", ""):
+            numbers = info.num_train, info.num_test, info.image_shape, info.num_classes
+            self.row("images", size_of_data(*numbers))
         if "parameters" not in self.shown.get("model", ""):
             self.row("parameters", f"{info.num_parameters:,}")
         self.begin(info.directory, info.last_round)
