@@ -457,6 +457,7 @@ def info_of(run: Run, history: Sequence[Line]) -> RunInfo:
         num_rounds=config.rounds.num_rounds,
         history=tuple(history),
         config=dict(config.flat),
+        device=str(next(run.model.parameters()).device),
     )
 
 

@@ -27,7 +27,7 @@ NOTE_EVERY_S = 10.0
 class RunInfo:
     """What is about to run. `history`: lines of the rounds done before a resume.
 
-    config: every key with its value.
+    config: every key with its value. device: of the server; with the inline engine, of the clients.
     """
 
     directory: Path
@@ -45,6 +45,7 @@ class RunInfo:
     num_rounds: int
     history: tuple[Line, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
 
     @property
     def title(self) -> str:

@@ -19,6 +19,9 @@ from keel.runs import SavedRun
 from protocol.text import num_of, size_of_data
 from server_app.history import CURVES, duration
 
+# with other values, steps are already recorded, compiled or stacked
+EAGER = {"cuda-graphs": False, "compile": False, "clients-per-step": 1, "stacked-runs": 1}
+RECORD = "with cuda-graphs=true, small networks train several times as fast"
 SHORT = {"global": "accuracy", "local_global": "on clients", "personal": "personal"}
 
 
@@ -116,6 +119,9 @@ class Terminal(logging.Handler):
             self.row("images", size_of_data(*numbers))
         if "parameters" not in self.shown.get("model", ""):
             self.row("parameters", f"{info.num_parameters:,}")
+        if info.device != "cpu":
+            are_eager = all(info.config[key] == value for key, value in EAGER.items())
+            self.row("device", f"{info.device}; {RECORD}" if are_eager else info.device)
         self.begin(info.directory, info.last_round)
 
     def on_replies(self, what: str, num_replies: int, num_asked: int) -> None:

@@ -8,7 +8,9 @@ from random import Random
 
 import pytest
 
-from keel.cli.progress import Terminal
+from keel.cli.progress import RECORD, Terminal
+from protocol.config import resolve_config
+from server_app.observers import RunInfo
 from tests.tools.run_directories import line_of
 
 
@@ -33,6 +35,27 @@ def test_a_terminal_shows_how_many_clients_have_answered(monkeypatch, capsys):
 
 def test_a_pipe_gets_nothing_of_it(monkeypatch, capsys):
     assert shown(monkeypatch, capsys, is_terminal=False) == ""
+
+
+@pytest.mark.parametrize(
+    ("device", "keys", "row"),
+    [
+        ("cpu", {}, None),
+        ("cuda:0", {}, f"device      cuda:0; {RECORD}"),
+        ("cuda:0", {"cuda-graphs": True}, "device      cuda:0"),
+        ("cuda:0", {"clients-per-step": 0}, "device      cuda:0"),
+    ],
+)
+def test_an_inline_run_names_its_gpu_and_the_key_that_speeds_it_up(
+    device, keys, row, tmp_path, capsys
+):
+    config = resolve_config(keys).flat
+    sizes = 1, 1, (1, 2, 3), 2, "net", 5, 2, 2
+    info = RunInfo(tmp_path, *("m", "o", "s"), *sizes, num_rounds=3, config=config, device=device)
+    with Terminal(3) as terminal:
+        terminal.on_run_start(info)
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in lines if line.startswith("device")] == ([row] if row else [])
 
 
 ROWS = [("method", "moon (mu 1.0)"), ("data", "digits [grey]")]
