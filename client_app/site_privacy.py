@@ -34,7 +34,7 @@ from protocol.chained import append_chained, newest_digest, parsed, read_chained
 from protocol.config import PrivacyConfig, RunConfig, keel_home, refuse_unknown, validate
 from protocol.files import digest, write_atomically
 from protocol.privacy import SMALL_DELTA, composed_epsilon, noise_sigma
-from protocol.text import in_one_line
+from protocol.text import in_one_line, num_of
 
 log = logging.getLogger("keel.client")
 DEFAULTS = {
@@ -255,8 +255,8 @@ class Ledger:
         problem = ""
         if num_damaged:
             problem = (
-                f"{num_damaged} lines are damaged: the budget spent is unknown; restore the file "
-                "from a backup"
+                f"{num_of('line', num_damaged)} damaged: the budget spent is unknown; restore the "
+                "file from a backup"
             )
         elif self.is_cut_short():
             problem = (

@@ -40,7 +40,7 @@ from protocol.code import code_digest
 from protocol.config import RunConfig, config_from_json, keel_version
 from protocol.flower_compat import LazyArray
 from protocol.packing import Pieces, Shapes, packed_pieces, packed_size
-from protocol.text import check_client_name, in_one_line
+from protocol.text import check_client_name, in_one_line, num_of
 
 Arrays = dict[str, Tensor]
 # what reading a damaged safetensors file raises
@@ -747,5 +747,7 @@ def mismatch(arrays: Arrays, expected: Arrays, with_values: bool = True) -> str:
         if got.dtype != like.dtype:
             return f"array {name!r} is {got.dtype}, expected {like.dtype}"
         if with_values and got.is_floating_point() and not is_finite(got):
-            return f"array {name!r} holds {int((~got.isfinite()).sum())} values that are not finite"
+            num = int((~got.isfinite()).sum())
+            is_or_are = "is" if num == 1 else "are"
+            return f"array {name!r} holds {num_of('value', num)} that {is_or_are} not finite"
     return ""

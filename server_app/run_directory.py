@@ -35,6 +35,7 @@ from protocol.files import digest, full_path, remove_parts, write_atomically
 from protocol.messages import UNREADABLE, Arrays, with_current_names
 from protocol.options import OptionValue
 from protocol.packing import Pieces, packed_pieces
+from protocol.text import num_of
 from server_app.audit import released_clients
 from server_app.history import DAMAGE, HISTORY_FILE, whole_lines
 from server_app.summary import (
@@ -166,7 +167,8 @@ class RunDirectory:
         num_damaged += len(entries) - len(named)
         if num_damaged > self._num_damaged:
             self._num_damaged = num_damaged
-            log.warning("%s: %d lines are damaged: each counts for every client", path, num_damaged)
+            damaged = num_of("line", num_damaged)
+            log.warning("%s: %s damaged: each counts for every client", path, damaged)
         everyone = sorted({client for clients in requested for client in clients}) or ["unknown"]
         return requested + num_damaged * [everyone]
 
@@ -265,7 +267,7 @@ class RunDirectory:
                 with suppress(SafetensorError):  # damaged before it was written
                     return read_checkpoint(path, expected, model)
             self.skipped.append(path)
-        found_text = f"{len(paths)} are damaged" if paths else "there is none"
+        found_text = f"{len(paths)} damaged" if paths else "there is none"
         raise ValueError(
             f"resume = {str(self.path)!r}: no intact checkpoint ({found_text}): restore "
             f"{self.path / 'checkpoints'} from a backup, or start a new run"

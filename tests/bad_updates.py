@@ -64,8 +64,8 @@ class Kind:
 
 
 KINDS = {
-    "NaN": Kind(lambda r, sent: with_value(r, torch.nan), "holds 1 values that are not finite"),
-    "infinity": Kind(lambda r, sent: with_value(r, torch.inf), "values that are not finite"),
+    "NaN": Kind(lambda r, sent: with_value(r, torch.nan), "holds 1 value that is not finite"),
+    "infinity": Kind(lambda r, sent: with_value(r, torch.inf), "holds 1 value that is not finite"),
     "wrong shape": Kind(lambda r, sent: with_array(r, lambda a: a[None]), "expected ["),
     "wrong dtype": Kind(
         lambda r, sent: with_array(r, torch.Tensor.double), "is torch.float64, expected"

@@ -312,7 +312,7 @@ def test_a_damaged_ledger_ends_releases_under_a_budget(damage, source, caplog):
         lines[2] = lines[2][:20]
     path.write_text("\n".join(lines) + "\n")
     said = train(site(source, private(), privacy_budget_epsilon=100.0))
-    assert re.search("this site's ledger: .* lines are damaged: the budget spent is unknown", said)
+    assert re.search("this site's ledger: .* lines? damaged: the budget spent is unknown", said)
     assert str(path.parent) not in said  # the server is told no path
     assert f"{path}: " in caplog.text
 
@@ -406,7 +406,7 @@ def test_a_line_without_a_digest_is_damaged(tmp_path, monkeypatch):
     ledger = Ledger({"source": "digits"})
     ledger.path.parent.mkdir(parents=True)
     ledger.path.write_text('{"multiplier": 1000000.0}\n')
-    with pytest.raises(PrivacyRefused, match="1 lines are damaged"):
+    with pytest.raises(PrivacyRefused, match="1 line damaged"):
         ledger.spent()
 
 
@@ -461,10 +461,10 @@ def test_a_cost_that_is_no_number_ends_releases_under_a_budget(source):
     ledger = Ledger({"source": source})
     ledger.path.parent.mkdir(parents=True)
     append_chained(ledger.path, {"multiplier": 9.7}, {"multiplier": math.nan})
-    with pytest.raises(PrivacyRefused, match="1 lines are damaged"):
+    with pytest.raises(PrivacyRefused, match="1 line damaged"):
         ledger.spent()
     limits = {"source": source, "privacy-budget-epsilon": 0.01}
-    with pytest.raises(PrivacyRefused, match="1 lines are damaged"):
+    with pytest.raises(PrivacyRefused, match="1 line damaged"):
         check_limits(private(), limits)
 
 

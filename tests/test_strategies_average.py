@@ -324,9 +324,9 @@ bad_replies = {
         lambda r: with_array(r, "0.bias", torch.zeros(2, dtype=torch.float64)),
         "'0.bias' is torch.float64, expected torch.float32",
     ),
-    "nan": (lambda r: poisoned(r, math.nan), "'0.weight' holds 1 values that are not finite"),
-    "inf": (lambda r: poisoned(r, math.inf), "'0.weight' holds 1 values that are not finite"),
-    "-inf": (lambda r: poisoned(r, -math.inf), "'0.weight' holds 1 values that are not finite"),
+    "nan": (lambda r: poisoned(r, math.nan), "'0.weight' holds 1 value that is not finite"),
+    "inf": (lambda r: poisoned(r, math.inf), "'0.weight' holds 1 value that is not finite"),
+    "-inf": (lambda r: poisoned(r, -math.inf), "'0.weight' holds 1 value that is not finite"),
     "round": (lambda r: replace(r, round=2), "it answers round 2"),
     "no examples": (lambda r: with_examples(r, 0), "num-examples is 0, the roster says 12"),
     "negative": (lambda r: with_examples(r, -3), "num-examples is -3"),
@@ -935,8 +935,8 @@ def test_too_few_good_replies_end_the_round_with_one_line_that_names_them_all():
     with pytest.raises(TooFewRepliesError) as caught:
         strategy.aggregate_train(1, replies)
     assert str(caught.value) == (
-        "round 1: 1 accepted reply, min-replies = 2. client-1: array '0.weight' holds 1 values "
-        "that are not finite; client-2: OSError: disk full"
+        "round 1: 1 accepted reply, min-replies = 2. client-1: array '0.weight' holds 1 value "
+        "that is not finite; client-2: OSError: disk full"
     )
 
 

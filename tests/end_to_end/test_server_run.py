@@ -736,7 +736,7 @@ def test_no_readable_checkpoint_is_one_line_and_nothing_is_touched(run, damage):
     with pytest.raises(ValueError) as caught:
         resume(folder, num_rounds=4)
     assert str(caught.value).startswith(
-        f"resume = {str(folder)!r}: no intact checkpoint (2 are damaged): restore "
+        f"resume = {str(folder)!r}: no intact checkpoint (2 damaged): restore "
     )
     after = contents(folder)
     for name in ("history.jsonl", "model.safetensors", "summary.json"):
@@ -968,7 +968,7 @@ def test_a_damaged_line_of_the_releases_counts_for_every_client(tmp_path, caplog
     assert folder.read_releases() == [["a", "b"], ["a", "b"]]
     folder.append_releases(2, ["c"])  # begins a line of its own
     assert folder.read_releases() == [["a", "b"], ["c"], ["a", "b", "c"]]
-    assert caplog.messages[-1] == f"{path}: 1 lines are damaged: each counts for every client"
+    assert caplog.messages[-1] == f"{path}: 1 line damaged: each counts for every client"
     folder.close()
 
 
