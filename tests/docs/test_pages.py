@@ -71,6 +71,17 @@ def test_files_that_the_code_mentions_exist() -> None:
                 assert (repository / name).exists(), f"{named(file)} mentions {name}"
 
 
+def test_tests_that_the_pages_name_exist() -> None:
+    defined = {
+        name
+        for file in (repository / "tests").rglob("*.py")
+        for name in re.findall(r"^ *(?:async )?def (test_\w+)", file.read_text(), re.M)
+    }
+    for page in public_pages:
+        found = set(re.findall(r"`(?:[\w/]+\.py::)?(test_\w+)`", prose_of(page)))
+        assert found <= defined, (named(page), found - defined)
+
+
 # --- commands -----------------------------------------------------------------------------------
 
 
