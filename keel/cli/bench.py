@@ -55,8 +55,8 @@ def bench(
     clients. untrained: rounds without training. million: a million clients. personal: evaluation of
     2,000 personal models. memory: of large models. resnet50: steps of a large model (12 minutes).
     deployment: cost of a deployed round. precisions: a step in bf16 and fp32. stacked: clients, and
-    runs, that train as one model. frameworks: rounds in one process against a bare loop, pfl and
-    Flower's simulation, as far as they are installed. gpu: on a GPU; it starts no measurement after
+    runs, that train as one model. frameworks: rounds in one process against a bare loop, pfl, fluke
+    and Flower's simulation, if they are installed. gpu: on a GPU; it starts no measurement after
     8 minutes: repeat the command to continue with the rest.
     """
     with uninterrupted():

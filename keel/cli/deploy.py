@@ -23,7 +23,8 @@ def credentials(
     ] = None,
     folder: Annotated[Path, typer.Option(help="Directory to write them to.")] = Path("credentials"),
     days: Annotated[
-        int, typer.Option(min=1, max=36500, help="Days that the server's certificate is valid.")
+        int,
+        typer.Option(min=1, max=36500, help="Days for which the server's certificate is valid."),
     ] = 825,
     renew: Annotated[
         bool, typer.Option("--renew", help="Replace the server's certificate; keep all keys.")

@@ -324,8 +324,8 @@ def outcome(flower: "FlowerRun", terminal: Terminal) -> str:
     if not status or status.startswith("finished"):
         return status
     terminal.print(
-        f"the SuperLink no longer sends the log; waiting for run {flower.run_id}, which may go on "
-        "there. Ctrl-C stops it; keel status on the server shows its rounds",
+        f"the SuperLink no longer sends the log; waiting for run {flower.run_id}, which may "
+        "continue there. Ctrl-C stops it; keel status on the server shows its rounds",
         markup=False,
     )
     try:

@@ -101,7 +101,7 @@ def run_command(
         Path | None,
         typer.Option(
             file_okay=False,
-            help="When done, archive the completed runs into this directory, one zip per table.",
+            help="At the end, archive ended runs into this directory, one zip per table.",
         ),
     ] = None,
     output: Output = None,
@@ -187,13 +187,13 @@ def archive_into(folder: Path | None, output: Path) -> list[Path]:
 
 @app.command("restore")
 def restore_command(
-    archive: Annotated[Path, typer.Argument(help="A zip made by archive.")],
+    archive: Annotated[Path, typer.Argument(help="A zip of `keel experiments archive`.")],
     source: Annotated[
         str, typer.Option(help="Where the runs' data is: folder:PATH or npz:PATH.")
     ] = "",
     output: Output = None,
 ) -> None:
-    """Put archived runs into an output directory, so that run adds seeds, rows or columns."""
+    """Put archived runs into an output directory, so that `run` can add seeds, rows or columns."""
     from keel.experiments.archive import restore
 
     for path in restore(archive, output_folder(output), source):

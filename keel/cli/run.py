@@ -77,13 +77,20 @@ Clients = Annotated[
     typer.Option(help="Number of simulated clients. Default: num-clients of the config, else 10."),
 ]
 EngineName = Annotated[
-    Engine, typer.Option("--engine", help="inline: in this process; flower: Flower's simulation.")
+    Engine,
+    typer.Option(
+        "--engine",
+        help="inline: in this process; flower: Flower's simulation; deployment: on a SuperLink.",
+    ),
 ]
 Cpus = Annotated[
     float | None, typer.Option(help="CPUs per worker, with --engine flower. Default: 1.")
 ]
 Gpus = Annotated[
-    float | None, typer.Option(help="GPUs per worker, with --engine flower, such as 0.25.")
+    float | None,
+    typer.Option(
+        help="GPUs per worker, with --engine flower, such as 0.25. Default: 1, where there are any."
+    ),
 ]
 Federation = Annotated[
     str,
@@ -98,7 +105,8 @@ RootCertificates = Annotated[
 Ray = Annotated[
     str | None,
     typer.Option(
-        help="With --engine flower: HOST:PORT of a Ray cluster that this machine is part of."
+        help="With --engine flower: HOST:PORT of a Ray cluster that this machine is part of. "
+        "Default: $RAY_ADDRESS."
     ),
 ]
 

@@ -213,8 +213,8 @@ def watch(
 ) -> None:
     """Follow a run: rounds, curves as sparklines, clients at work; without RUN, the newest.
 
-    RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one. It ends with the run;
-    Ctrl-C ends only the view. If the output is not a terminal, the run is shown once.
+    RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one. The view ends with the
+    run; Ctrl-C ends only the view. If the output is not a terminal, the run is shown once.
     """
     from keel.views.terminal import watch_run
 
@@ -234,7 +234,7 @@ def stop(run: Annotated[str, typer.Argument(show_default=False)] = "") -> None:
     engine_lock = engine_folder(saved.name) / ".lock"
     if not saved.is_running:
         if end_abandoned(engine_lock.parent):  # its `keel run` was killed, then it ended
-            print(f"{saved.name}: {saved.state}; ended Flower's processes that it had left")
+            print(f"{saved.name}: {saved.state}; ended the Flower processes that it left behind")
             return
         raise ValueError(f"{saved.name} is not running: {saved.state}")
     pid = lock_holder(engine_lock if is_locked(engine_lock) else saved.directory / LOCK_FILE)
@@ -407,7 +407,7 @@ def read_image(path: Path) -> Any:
 def diagnose(
     run: RunName,
     models: Annotated[list[str] | None, typer.Argument(metavar="[MODEL]...")] = None,
-    only: Annotated[str, typer.Option(help="Comma-separated names of diagnostics.")] = "all",
+    only: Annotated[str, typer.Option(help="Comma-separated names of measures, or all.")] = "all",
     samples: Annotated[int, typer.Option(help="Size of the probe, from the test set.")] = 2000,
     output: Annotated[
         Path | None, typer.Option(help="New directory; default RUN/diagnostics-models.")

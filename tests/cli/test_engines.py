@@ -149,7 +149,7 @@ def test_a_run_goes_on_while_its_superlink_restarts(monkeypatch, end):
     )
     with ENDS[end]:
         run_on_deployment(Job({}, 2, federation="localhost:1"), terminal)
-    assert "waiting for run 12, which may go on there" in printed[0]
+    assert "waiting for run 12, which may continue there" in printed[0]
     assert stopped == ([12] if end == "Ctrl-C" else [])
 
 

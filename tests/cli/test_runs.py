@@ -454,7 +454,7 @@ def test_stop_ends_the_superlink_of_a_killed_keel_run_after_its_run_has_finished
     with subprocess.Popen(["sleep", "100"], env=environment) as process:
         try:
             text = printed("stop", str(two / "one"))
-            assert text == "one: finished; ended Flower's processes that it had left\n"
+            assert text == "one: finished; ended the Flower processes that it left behind\n"
             assert process.wait(10)
         finally:
             process.kill()
