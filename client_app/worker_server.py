@@ -376,7 +376,7 @@ def main() -> int:
         "--keep-days",
         type=float,
         default=os.environ.get("KEEL_KEEP_DAYS") or "0",
-        help="delete state so much older than the newest run's; 0: never; or $KEEL_KEEP_DAYS",
+        help="delete state this much older than the newest run's; 0: never; or $KEEL_KEEP_DAYS",
     )
     parser.add_argument(
         "--gpu-share",

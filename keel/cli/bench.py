@@ -37,7 +37,9 @@ def bench(
     quick: Annotated[
         bool, typer.Option("--quick", help="Smallest sizes, to check that the benchmark runs.")
     ] = False,
-    repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of the engine part.")] = 2,
+    repetitions: Annotated[
+        int, typer.Option(min=1, help="Repetitions of engine and frameworks.")
+    ] = 2,
     rounds: Annotated[
         int, typer.Option(min=2, help="Rounds per measurement; the first is a warm-up.")
     ] = 4,

@@ -18,8 +18,8 @@ def check_method(
 ) -> int:
     """Check a method: options, gradients, state, determinism, resuming, flags.
 
-    Prints one line per check and exits with 1 if any fails. Takes a few seconds, with a large
-    network minutes. A method that needs BatchNorm is checked with `--model resnet20`.
+    Prints one line per check and exits with 1 if any fails. Takes a few seconds, or minutes
+    with a large network. A method that needs BatchNorm is checked with `--model resnet20`.
     """
     refuse_unknown("method", name, list(method_names()))
     refuse_unknown("model", model, list(MODELS))

@@ -28,7 +28,7 @@ RUNS_TOGETHER = 8  # `stacked-runs` of `--stack`
 HISTORIES = Path("docs/results/histories")
 Output = Annotated[
     Path | None,
-    typer.Option(help="Directory of all runs and reports. Default: ~/.keel/experiments."),
+    typer.Option(help="Directory of all runs and reports. Default: $KEEL_HOME/experiments."),
 ]
 Scale = Annotated[str, typer.Option(help=f"How much the runs are reduced: {', '.join(SCALES)}.")]
 

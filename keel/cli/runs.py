@@ -222,7 +222,7 @@ def watch(
 
 
 def stop(run: Annotated[str, typer.Argument(show_default=False)] = "") -> None:
-    """Stop a running run cleanly, as Ctrl-C in its terminal does; `keel resume` continues it.
+    """Stop a run cleanly, as Ctrl-C in its terminal does; `keel resume` continues it.
 
     RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one; it can be left out if only
     one run is running.
