@@ -76,9 +76,13 @@ class StateMemory:
         self.round = 0  # the newest
 
     def load(self, folder: Path, before_round: int) -> Groups | None:
-        """The newest version of a round < `before_round`; None if it is not in memory."""
+        """The newest version of a round < `before_round`; None if it is not in memory.
+
+        The dicts are the caller's own, as if read from a file.
+        """
         versions = self.newest.get(folder), self.replaced.get(folder)
-        return next((groups for r, groups in filter(None, versions) if r < before_round), None)
+        found = (groups for r, groups in filter(None, versions) if r < before_round)
+        return next(({group: dict(a) for group, a in groups.items()} for groups in found), None)
 
     def save(self, folder: Path, round_: int, groups: Groups) -> None:
         """Hold this version in memory."""
