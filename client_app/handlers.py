@@ -455,7 +455,7 @@ class Training:
     method: Method
     seconds: float
     cpu_seconds: float
-    versions: dict[tuple[str, str], int]  # of `received_arrays`: torch counts changes in place
+    versions: dict[tuple[str, str], int]  # of `given_arrays`: torch counts changes in place
 
 
 def begin_training(message: Message, context: Context, turns: ExitStack) -> Training:
@@ -471,7 +471,7 @@ def begin_training(message: Message, context: Context, turns: ExitStack) -> Trai
     charge_release(request.config, node, client_name(node), run, request.round)
     ctx, method = begin(), method_of(request.config)
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
-    versions = {name: array._version for name, array in received_arrays(ctx).items()}
+    versions = {name: array._version for name, array in given_arrays(ctx).items()}
     return Training(request, context, ctx, method, seconds, cpu_seconds, versions)
 
 
@@ -502,7 +502,7 @@ def measure_training(
     seconds, cpu_seconds: of training; this client's share where several train together.
     """
     request, ctx, method = training.request, training.ctx, training.method
-    check_received(training)
+    check_unchanged(training)
     check_update(method, update)
     check_state(method, update)
     copy_from_networks(update, ctx)
@@ -540,21 +540,27 @@ def finish_training(training: Training, update: Update, metrics: dict[str, float
     return reply_content(TrainReply(client, request.round, update.arrays, update.extra, metrics))
 
 
-def received_arrays(ctx: RoundContext) -> dict[tuple[str, str], torch.Tensor]:
-    """What this client was sent, by the attribute of `ctx` that has it and its name."""
-    sent = {"received": ctx.received, "extra": ctx.extra}
-    return {(where, name): a for where, arrays in sent.items() for name, a in arrays.items()}
+def given_arrays(ctx: RoundContext) -> dict[tuple[str, str], torch.Tensor]:
+    """The received arrays and the client state, by where `ctx` has them and their name."""
+    given = {"received": ctx.received, "extra": ctx.extra}
+    given |= {f"state[{group!r}]": arrays for group, arrays in ctx.state.items()}
+    return {(where, name): a for where, arrays in given.items() for name, a in arrays.items()}
 
 
-def check_received(training: Training) -> None:
-    """TypeError if training has changed the received arrays, which other clients may read."""
-    now = {name: array._version for name, array in received_arrays(training.ctx).items()}
+def check_unchanged(training: Training) -> None:
+    """TypeError if training has changed these in place.
+
+    Other clients may read what was received, and the state has to be that of the round before if
+    this round is repeated or the client fails.
+    """
+    now = {name: array._version for name, array in given_arrays(training.ctx).items()}
     changed = [name for name, version in training.versions.items() if now.get(name) != version]
     if changed:
         where, name = changed[0]
         raise TypeError(
             f"{type(training.method).__name__} changes ctx.{where}[{name!r}] in place: "
-            "received arrays are not the client's own; clone them first"
+            "received arrays are not the client's own, and a repeated round needs its old state; "
+            "clone them first"
         )
 
 

@@ -633,6 +633,15 @@ class ExtraInPlace(FedProx):
 
 
 @dataclass(frozen=True)
+class StateInPlace(FedProx):
+    is_stateful: ClassVar[bool] = True
+
+    def finish(self, update, ctx):
+        ctx.state["h"]["n"] += 1
+        return replace(update, state=ctx.state)
+
+
+@dataclass(frozen=True)
 class NanPenalty(FedProx):
     def penalty(self, batch):
         return (batch.logits.sum() - batch.logits.sum() - 1).sqrt()
@@ -679,6 +688,7 @@ MISTAKES = {
     TextAsTerm: r"TextAsTerm: Update.terms\['supervised'\] is 'x': expected a number$",
     InPlace: r"InPlace changes ctx.received\['stages.conv1.body.weight'\] in place",
     ExtraInPlace: r"ExtraInPlace changes ctx.extra\['prototypes'\] in place",
+    StateInPlace: r"StateInPlace changes ctx.state\['h'\]\['n'\] in place",
     StateNamedUpdate: r"not finite in 'update'; the client state is unchanged",
     NanPenalty: r"not finite in 'update'; .* The loss term `penalty` is nan in step 1$",
 }
@@ -691,7 +701,8 @@ def test_a_mistake_in_a_method_says_which_function_and_what_is_expected(
     with_method(monkeypatch, "fedprox", mistake)
     config = make_config(method="fedprox")
     extra = {"prototypes": torch.ones(3)}
-    reason = error_of(Client(config, tmp_path).ask("train", 1, initial(config), extra=extra))
+    StateFolder(tmp_path / "clients" / "client-0000").save(1, {"h": {"n": torch.ones(1)}})
+    reason = error_of(Client(config, tmp_path).ask("train", 2, initial(config), extra=extra))
     assert re.search(MISTAKES[mistake], reason), reason
 
 
