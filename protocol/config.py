@@ -339,8 +339,8 @@ class RoundsConfig:
     output_dir: str = option(any_text(), 'parent of run directories; "": $KEEL_HOME/runs')
     run_name: str = option(
         matching(
-            r"|[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}",
-            "1 to 64 of the characters A-Z a-z 0-9 . _ -, not beginning with a dot",
+            r"|[A-Za-z0-9_][A-Za-z0-9._-]{0,63}",  # commands take -a for an option
+            "1 to 64 of the characters A-Z a-z 0-9 . _ -, not beginning with . or -",
         ),
         'name of the run directory, which must not exist; "": time, method and data',
     )

@@ -128,6 +128,8 @@ def test_a_cluster_of_the_environment_is_checked_as_one_of_the_command_line(
         ),
         (["tracker=wandb"], "tracker = 'wandb': the package wandb is not installed"),
         (["run-name=old"], "run-name = 'old': {home}/runs/old exists: choose another name"),
+        # later commands would take it for an option
+        (["run-name=-old"], "run-name = '-old': expected 1 to 64 of the characters A-Z a-z"),
         (["output-dir={home}/file/runs"], "output-dir: {home}/file/runs/"),
         (
             ["--engine", "deployment", "--federation", "mine"],
