@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from enum import StrEnum
 from pathlib import Path
@@ -37,7 +37,7 @@ from keel.views.exports import harmless
 from protocol.config import keel_home
 from protocol.files import digest, private_files
 from protocol.options import typed
-from protocol.text import in_one_line, num_of, printable
+from protocol.text import in_one_line, num_of, printable, shortened
 from server_app.history import CURVES, curve, duration
 from server_app.summary import privacy_text, summarise
 
@@ -306,6 +306,8 @@ def compare(
         for run, difference in zip(found, differences, strict=True):
             terminal_console().print(printable(f"{run.name}: {difference}"), markup=False)
     print_lost_rounds((run.name, run.lost_rounds) for run in found)
+    for remark in accuracy_remarks((row["run"], row["accuracy_of"]) for row in rows):
+        print(printable(remark))
     if csv_file:
         with csv_file.expanduser().open("w", newline="") as file:
             writer = csv.DictWriter(file, [*rows[0], *keys])
@@ -342,6 +344,19 @@ def comparison_row(run: SavedRun) -> dict[str, Any]:
         "seconds_per_round": numbers["seconds_per_round"],
         "state": run.state,
     }
+
+
+def accuracy_remarks(runs: Iterable[tuple[str, str | None]]) -> Iterator[str]:
+    """What to know about the accuracies of runs, given each one's name and headline curve."""
+    of: dict[str, list[str]] = {}
+    for name, accuracy_of in runs:
+        of.setdefault(accuracy_of or "", []).append(name)
+    if unevaluated := of.pop("", []):
+        yield f"no evaluation yet, so not in the plot: {shortened(unevaluated)}"
+    if len(of) > 1:
+        descriptions = {f"{key}.{name}": text for key, name, text in CURVES}
+        parts = [f"{descriptions[curve]}: {shortened(names)}" for curve, names in of.items()]
+        yield f"accuracies of different models: {'; '.join(parts)}"
 
 
 def percent(value: float | None) -> str:

@@ -32,7 +32,7 @@ from keel.cli.progress import Terminal
 from keel.cli.runs import PLACES, is_flower, status_lines
 from keel.deployment.simulation import MARK, engine_folder
 from keel.runs import SavedRun, all_runs, differing_keys, find_run, is_locked, lock_holder
-from server_app.history import append_history
+from server_app.history import append_history, read_history
 from server_app.run_directory import RunDirectory
 from server_app.trained import load_model
 from tests.tools.run_directories import line_of, make_run
@@ -520,6 +520,21 @@ def test_compare_is_a_table_with_the_keys_that_differ_and_a_plot(two, tmp_path, 
     assert float(rows[0]["best"]) == max(values)
     with Image.open(plot) as image:
         assert image.width > 500
+
+
+def test_compare_names_runs_without_an_evaluation_and_accuracies_of_different_models(two, printed):
+    assert "accuracies of" not in printed("compare", "one", "other")
+    shutil.copytree(two / "one", two / "started")
+    (two / "started" / "history.jsonl").write_text("")
+    path = two / "other" / "history.jsonl"
+    lines = [line | {"personal": {"mean": 0.5, "worst_decile": 0.1}} for line in read_history(path)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = printed("compare", "one", "other", "started").splitlines()
+    assert "no evaluation yet, so not in the plot: started" in shown
+    assert (
+        "accuracies of different models: global model, test set: one; "
+        "personal models, clients' test parts: other" in shown
+    )
 
 
 def test_a_plot_is_a_file_with_a_suffix(two, tmp_path, refusal):
