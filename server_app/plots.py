@@ -1,15 +1,24 @@
 """Accuracies and losses over rounds, in run directories and `keel compare`; needs no torch."""
 
+import math
 from collections.abc import Iterable, Sequence
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
+from cycler import cycler
+from matplotlib.axes import Axes
+from matplotlib.colors import TABLEAU_COLORS
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.ticker import MaxNLocator
 
 from protocol.files import write_atomically
 
 MAX_MARKED = 40  # points; a longer curve has no markers
+MAX_INSIDE = 10  # curves of a panel whose legend is in it; the legend of more is beside it
+MAX_ROWS = 45  # of a legend beside the panel
+DASHES = ("-", "--", ":", "-.")  # for each ten curves the next, as there are ten colours
 
 
 Curves = Iterable[tuple[str, Sequence[tuple[int, float]]]]  # label, (round, value)
@@ -26,6 +35,7 @@ def accuracy_figure(curves: Curves, title: str = "", losses: Curves = ()) -> Fig
     percents = [(label, [(r, 100 * value) for r, value in points]) for label, points in curves]
     drawn: list[tuple[Curves, str]] = [(percents, "accuracy (%)"), (losses, "loss")]
     for axes, (lines, name) in zip(panels, drawn, strict=False):
+        axes.set_prop_cycle(cycler(linestyle=DASHES) * cycler(color=TABLEAU_COLORS.values()))
         for label, points in lines:
             if points:
                 marker = "o" if len(points) < MAX_MARKED else None
@@ -34,11 +44,25 @@ def accuracy_figure(curves: Curves, title: str = "", losses: Curves = ()) -> Fig
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         if axes.lines:
-            for text in axes.legend(frameon=False).get_texts():
+            for text in legend_of(axes).get_texts():
                 text.set_parse_math(False)  # "$" is a character
     panels[0].set_title(title, parse_math=False)
     panels[-1].set(xlabel="round")
     return figure
+
+
+def legend_of(axes: Axes) -> Legend:
+    """The legend of a panel: in it, or, where it would cover the curves, in a larger figure."""
+    num, figure = len(axes.lines), axes.figure
+    if num <= MAX_INSIDE or not isinstance(figure, Figure):
+        return axes.legend(frameon=False)
+    columns = math.ceil(num / MAX_ROWS)
+    longest = max(len(str(line.get_label())) for line in axes.lines)
+    width, height = figure.get_size_inches()
+    rows = math.ceil(num / columns)
+    figure.set_size_inches(width + columns * (0.6 + 0.06 * longest), max(height, 0.15 * rows + 0.3))
+    style: dict[str, Any] = {"frameon": False, "fontsize": "x-small", "handlelength": 3}
+    return figure.legend(handles=axes.lines, loc="outside right upper", ncols=columns, **style)
 
 
 def save_png(figure: Figure, path: Path) -> None:
