@@ -220,26 +220,6 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
 
     # --- one run ------------------------------------------------------------------------------
 
-    def live(entry: Entry) -> tuple[str, dict[str, Any]]:
-        reader = store.history(entry)
-        found, total = run_page.events(reader.lines)
-        now = run_page.progress(entry, reader)
-        state = entry.state
-        content = {
-            "entry": entry,
-            "state": state,
-            "kind": kind_of(state),
-            "progress": now,
-            "faults": now["faults"],
-            "events": found,
-            "num_events": total,
-            "privacy": run_page.privacy_rows(entry),
-            "log": run_page.log_tail(entry),
-            "pictures": run_page.pictures(entry),
-        }
-        key = (state, reader.version, content["log"], content["pictures"], entry.summary)
-        return digest_of(key), content
-
     @app.get("/run/{run_id}")
     def run(run_id: str) -> HTMLResponse:
         entry = entry_of(run_id)
@@ -251,12 +231,27 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
     def run_data(run_id: str, version: str = "") -> Response:
         entry = entry_of(run_id)
         with store.lock:
-            now, content = live(entry)
-            if now == version:
+            reader, state = store.history(entry), entry.state
+            log, pictures = run_page.log_tail(entry), run_page.pictures(entry)
+            now = digest_of((state, reader.version, log, pictures, entry.summary))
+            if now == version:  # before what takes seconds with 100,000 rounds
                 return unchanged()
+            found, total = run_page.events(reader.lines)
+            progress = run_page.progress(entry, reader)
+            content = {
+                "entry": entry,
+                "state": state,
+                "kind": kind_of(state),
+                "progress": progress,
+                "faults": progress["faults"],
+                "events": found,
+                "num_events": total,
+                "privacy": run_page.privacy_rows(entry),
+                "log": log,
+                "pictures": pictures,
+            }
             parts = ("status", "events", "privacy", "log", "pictures")
             html = {p: pages.get_template(f"run_{p}.html.j2").render(content) for p in parts}
-            reader = store.history(entry)
             charts = run_page.main_charts(reader)
             coming: list[str] = []
             with suppress(*UNREADABLE):
