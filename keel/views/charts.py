@@ -25,6 +25,8 @@ MAX_MARKED = 20  # of a curve's points have a marker
 MAX_NAME = 64  # characters of a client's name: rows and columns of a chart are told apart by it
 MAX_LABEL = 24  # characters of a client's name beside an axis
 MAX_LONG_REFERENCES = 4  # of a chart: more are drawn near their round only
+MAX_WHOLE_LEGEND = 8  # curves: the legend of more scrolls if it needs more than LEGEND_SHARE
+LEGEND_SHARE = 0.25  # of a chart's height; Plotly's default is half
 BAND_ALPHA = "26"  # hex
 SCALE = "Cividis"  # perceptually uniform, the same for the colour-blind
 
@@ -149,8 +151,11 @@ def curves(
         if 0 < max(lengths, default=0) < 8 and not log_x:
             xaxis["dtick"] = 1
     yaxis = {"type": "log"} if log_y else {}
-    # a curve alone has a name too
-    return {"data": data, "layout": layout(x, y, xaxis=xaxis, yaxis=yaxis, showlegend=True)}
+    figure: Figure = {"data": data, "layout": layout(x, y, xaxis=xaxis, yaxis=yaxis)}
+    figure["layout"]["showlegend"] = True  # a curve alone has a name too
+    if len(shown) > MAX_WHOLE_LEGEND:
+        figure["layout"]["legend"]["maxheight"] = LEGEND_SHARE
+    return figure
 
 
 def stacked(

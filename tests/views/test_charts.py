@@ -32,6 +32,11 @@ def test_every_figure_is_one_that_plotly_accepts():
         graph_objects.Figure(figure).to_json()  # ValueError for what Plotly does not know
 
 
+def test_the_legend_of_many_curves_leaves_them_most_of_the_chart():
+    figure = curves([Curve(f"run {i}", [1, 2], [3.0, 4.0]) for i in range(120)], "round", "y")
+    assert figure["layout"]["legend"]["maxheight"] <= 0.25
+
+
 def test_a_papers_value_is_a_dotted_line_of_the_curves_colour_up_to_its_round():
     both = [Curve(name, [0, 40, 80], [1.0, 2.0, 3.0], references=[(80, 9.5)]) for name in "ab"]
     first, line = curves(both[:1], "round", "y")["data"][::-1]
