@@ -60,12 +60,12 @@ class _Loader(_SafeLoader):  # type: ignore[misc, valid-type]
 
 
 def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> Lines:
-    """Keys are text, whatever YAML takes them for."""
+    """Keys are text as written, whatever YAML takes them for: `off` would be False, 010 8."""
 
     def key_of(key_node: yaml.Node) -> str:
-        if not isinstance(key_node, yaml.ScalarNode):
+        if not isinstance(key_node, yaml.ScalarNode) or not key_node.value.strip():
             raise LineError(key_node.start_mark.line + 1, "expected a name before the colon")
-        return str(loader.construct_object(key_node))
+        return str(key_node.value)
 
     lines: dict[str, int] = {}
     for key_node, _ in node.value:

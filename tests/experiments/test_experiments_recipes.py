@@ -423,6 +423,7 @@ claims:
         ("title: x", "title: 2020-13-45", 1, "not YAML: month must be in 1..12"),
         ("title: x", "title: \x07", 1, "the character '\\x07' is not allowed"),
         ("  one:", "  [one]:", 8, "expected a name before the colon"),
+        ("  one:", "  '':", 8, "expected a name before the colon"),
         ("  two: ", "  1: {alpha: 1}\n  '1': ", 10, "'1' is a duplicate of line 9"),
         ("num-clients: 4", "4: num-clients", 3, "config key = '4' is unknown"),
     ],
@@ -433,6 +434,13 @@ def test_a_bad_recipe_is_refused_with_its_line(old, new, line, words):
         parse_recipe(good.replace(old, new, 1), Path("r.yaml"))
     assert str(rejected.value).startswith(f"r.yaml, line {line}: ")
     assert words in str(rejected.value)
+
+
+@pytest.mark.parametrize("name", ["off", "on", "010", "0.10", "12:30", "~", "1e-2"])
+def test_a_row_is_called_as_it_is_written(name):
+    """YAML reads `off` as False and 010 as 8."""
+    text = good.replace("  one:", f"  {name}:").replace("above one", f"above {name}")
+    assert parse_recipe(text, Path("r.yaml")).rows[0].name == name
 
 
 RECO = "method: fedreco, local-test-fraction: 0.3, of: personal.mean"
