@@ -301,7 +301,7 @@ def svg_of(curves: Curves, title: str) -> str:
 def write_summary(archive: Path, page: Path, readme: Path) -> list[Path]:
     """Write the page with its curves and the README's table; returns the paths.
 
-    ValueError if the README lacks the markers, or if there is no archive.
+    ValueError if the README lacks the markers, or if the archive has no runs.
     """
     before = readme.read_text()
     head, begin, rest = before.partition(BEGIN)
@@ -314,6 +314,11 @@ def write_summary(archive: Path, page: Path, readme: Path) -> list[Path]:
     environment = template_environment()
     with unpacked(archive) as outputs:
         evidence = [each for output in outputs for each in evidence_in(output)]
+        if not evidence:  # every headline would become one without runs
+            raise ValueError(
+                f"--histories {archive}: no zip there has runs of Keel's own recipes; "
+                "`keel experiments archive` writes them"
+            )
         found = list(headlines(evidence, pictures))
         recipes = [load_recipe(name) for name in dict.fromkeys(h.claim.recipe for h in found)]
         content = {"headlines": found, "evidence": evidence, "recipes": recipes}

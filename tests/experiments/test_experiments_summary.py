@@ -498,6 +498,11 @@ def test_an_archive_whose_run_is_not_whole_is_not_restored(output, tmp_path, fil
     assert not (tmp_path / "again").exists()
 
 
+def test_a_directory_is_no_archive(tmp_path, refusal):
+    expected = f"error: {tmp_path}: it is a directory; expected a zip made by"
+    assert refusal("experiments", "restore", str(tmp_path)).startswith(expected)
+
+
 def test_a_zip_without_a_job_is_no_archive(tmp_path, refusal):
     path = tmp_path / "other.zip"
     with zipfile.ZipFile(path, "w") as archive:
@@ -725,10 +730,9 @@ def test_the_page_and_the_table_say_what_an_archive_holds(output):
         in text
     )
     # a claim that the archive no longer holds leaves no curve behind
-    for path in (output / "histories").glob("*.zip"):
-        path.unlink()
-    assert write_summary(output / "histories", page, readme) == [page, readme]
-    assert not picture.exists()
+    (picture.parent / "of-another-claim.svg").touch()
+    assert write_summary(output / "histories", page, readme) == [page, readme, picture]
+    assert list(picture.parent.iterdir()) == [picture]
 
 
 def test_runs_that_diverged_took_their_hours(output):
@@ -830,13 +834,17 @@ def test_a_readme_without_markers_is_refused(tmp_path):
         write_summary(tmp_path, tmp_path / "page.md", tmp_path / "README.md")
 
 
-def test_a_missing_archive_is_refused_and_no_curve_removed(tmp_path):
+def test_a_missing_or_empty_archive_is_refused_and_no_curve_removed(tmp_path):
     readme, curve = tmp_path / "README.md", tmp_path / "curves" / "old.svg"
     readme.write_text(f"{BEGIN}\n{END}\n")
     curve.parent.mkdir()
     curve.touch()
     with pytest.raises(ValueError, match=r"--histories .*/missing is not a directory"):
         write_summary(tmp_path / "missing", tmp_path / "page.md", readme)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"--histories .*/empty: no zip there has runs of Keel's"):
+        write_summary(tmp_path / "empty", tmp_path / "page.md", readme)
+    assert readme.read_text() == f"{BEGIN}\n{END}\n"
     assert curve.exists()
 
 
