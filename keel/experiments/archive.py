@@ -273,8 +273,9 @@ def write_zip(path: Path, files: Mapping[str, str]) -> None:
 def reading(path: Path) -> Iterator[zipfile.ZipFile]:
     """The zip. ValueError naming it if it, or a run in it, is damaged, or if it has no job."""
     expected = "expected a zip made by `keel experiments archive`"
-    if not path.exists():
-        raise ValueError(f"{path}: it does not exist; {expected}")
+    if not path.is_file():
+        found = "it is a directory" if path.is_dir() else "it does not exist"
+        raise ValueError(f"{path}: {found}; {expected}")
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()

@@ -173,7 +173,7 @@ def load_recipe(name: str) -> Recipe:
     shipped = shipped_recipes()
     path = shipped.get(name) or Path(name).expanduser()
     if name not in shipped and path.suffix not in (".yaml", ".yml"):
-        if path.exists():
+        if name and path.exists():
             raise ValueError(f"recipe {path}: expected a file whose name ends in .yaml or .yml")
         refuse_unknown("recipe", name, list(shipped))
     try:

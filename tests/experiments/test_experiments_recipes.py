@@ -446,6 +446,11 @@ def test_a_row_is_called_as_it_is_written(name):
 RECO = "method: fedreco, local-test-fraction: 0.3, of: personal.mean"
 
 
+def test_no_name_is_no_directory():
+    with pytest.raises(ValueError, match=r"^recipe = '' is unknown\. Allowed: fedcka-figure-2"):
+        load_recipe("")
+
+
 @pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
 def test_a_recipe_in_another_encoding_is_refused_with_its_line(encoding, tmp_path):
     """Python's words were all that was said."""
