@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import secrets
+import shutil
 import signal
 import sys
 import tempfile
@@ -37,6 +38,7 @@ from protocol.ray_start import skip_unused_processes
 from protocol.text import in_one_line, num_of
 
 LOG_FILE = "log.txt"
+RAY_FOLDER = "keel-ray-"  # how the name of a runner's folder begins
 START_ATTEMPTS = 3  # a busy machine may miss a deadline of Ray's own
 LOST_S = 20.0  # after which a cluster whose head does not answer has ended
 GRACE_S = 30.0  # for interrupted runs to save what they have
@@ -207,8 +209,7 @@ def connected(resources: Resources) -> Iterator[None]:
     cores = num_cores()
     terminate = signal.getsignal(signal.SIGTERM)
     # in /tmp, as sockets have short paths
-    folder = tempfile.TemporaryDirectory(prefix="keel-ray-", dir="/tmp", ignore_cleanup_errors=True)
-    with folder as own:
+    with ray_folder() as own:
         options: dict[str, Any] = {
             "address": "local",
             "num_cpus": max(cores, math.ceil(resources.workers * resources.cpus)),
@@ -236,6 +237,23 @@ def connected(resources: Resources) -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+
+
+@contextmanager
+def ray_folder(parent: Path = Path("/tmp")) -> Iterator[str]:
+    """A folder for Ray within, in /tmp as sockets have short paths.
+
+    Those of runners that were killed are removed: a runner that lives has its folder locked.
+    """
+    for lock in parent.glob(f"{RAY_FOLDER}*/{LOCK_FILE}"):
+        with suppress(OSError):  # it has just been removed
+            if lock.parent.lstat().st_uid == os.getuid() and not is_locked(lock):
+                shutil.rmtree(lock.parent, ignore_errors=True)
+    folder = tempfile.TemporaryDirectory(prefix=RAY_FOLDER, dir=parent, ignore_cleanup_errors=True)
+    with folder as own, (Path(own) / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        os.rename(file.name, Path(own) / LOCK_FILE)  # never there without being locked
+        yield own
 
 
 def kill_leftovers(folder: str) -> None:

@@ -26,6 +26,7 @@ from keel.experiments.tasks import (
     connected,
     execute,
     printing_to,
+    ray_folder,
     unfit,
 )
 from protocol.code import code_version
@@ -216,6 +217,19 @@ def test_a_ray_that_does_not_start_leaves_no_process(monkeypatch):
     with pytest.raises(RuntimeError, match="Ray did not start: 30 s"), connected(Resources()):
         pass
     assert [process.wait(10) for process in started] == [-signal.SIGKILL] * tasks.START_ATTEMPTS
+
+
+def test_the_next_runner_removes_the_folder_of_one_that_was_killed(tmp_path):
+    code = "from keel.experiments.tasks import *; import os\n"
+    code += f"with ray_folder(Path({str(tmp_path)!r})) as own: os.kill(os.getpid(), 9)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
+    [killed] = tmp_path.iterdir()
+    (killed / "session").mkdir()
+    other = tmp_path / "keel-ray-of-flower"  # of `keel run`, whose processes may live
+    other.mkdir()
+    with ray_folder(tmp_path) as first, ray_folder(tmp_path) as second:
+        assert {*tmp_path.iterdir()} == {other, Path(first), Path(second)}
+    assert [*tmp_path.iterdir()] == [other]
 
 
 def test_a_worker_has_imported_the_code_that_its_digest_is_of():
