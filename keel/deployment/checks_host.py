@@ -23,6 +23,7 @@ from protocol.flower_compat.registration import Registration, registration_of
 from protocol.text import num_of
 
 timeout_s = 10.0
+clock_limits = "more than 5 seconds ahead of it or more than 5 minutes behind"  # Flower's
 hostname_mismatch, expired, not_yet_valid = 62, 10, 9  # X509_V_ERR_... of OpenSSL
 
 
@@ -64,8 +65,8 @@ def check_clock() -> Iterator[Finding]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     if done.stdout.strip() == "no":
         yield problem(
-            "clock: not synchronised; the SuperLink refuses SuperNodes whose clock is off by "
-            "5 minutes: turn on NTP (timedatectl set-ntp true)"
+            "clock: not synchronised; the SuperLink refuses SuperNodes whose clock is "
+            f"{clock_limits}: turn on NTP (timedatectl set-ntp true)"
         )
 
 
@@ -125,7 +126,11 @@ def check_key(address: str, ca: Path, key: Path) -> Iterator[Finding]:
         case Registration.KNOWN:
             yield fine(f"the SuperLink knows the key in {key}")
         case Registration.CLOCKS_DIFFER:
-            yield problem("this machine's clock differs from the SuperLink's: set the clocks")
+            yield problem(
+                f"this machine's clock says {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S}"
+                f" UTC, which the SuperLink refuses: it is {clock_limits}. Synchronise both clocks "
+                "(timedatectl set-ntp true)"
+            )
         case Registration.UNKNOWN:
             yield problem(
                 f"the SuperLink does not know the key in {key}: register "

@@ -2,11 +2,16 @@
 
 import datetime
 import os
+import re
 import socket
 import subprocess
 
 import pytest
 from deployment_fixtures import problem, program, result
+from flwr.server.superlink.fleet.grpc_rere.node_auth_server_interceptor import (
+    MAX_TIMESTAMP_DIFF,
+    MIN_TIMESTAMP_DIFF,
+)
 from test_credentials import tls_server
 
 import keel.deployment.checks_host
@@ -18,6 +23,7 @@ from keel.deployment.checks_host import (
     check_private_files,
 )
 from keel.deployment.credentials import make_credentials
+from protocol.flower_compat.registration import Registration
 
 
 def test_files_that_are_missing_or_open_to_others(made, tmp_path):
@@ -103,6 +109,19 @@ def test_a_clock_that_is_known_not_to_be_synchronised(tmp_path, monkeypatch, ans
     program(tmp_path / "timedatectl", f"echo {answer}")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert ["turn on NTP" in finding.text for finding in check_clock()] == [True] * is_problem
+
+
+def test_a_clock_that_the_superlink_refuses_is_named_with_the_limits_of_flower(made, monkeypatch):
+    """A client 10 seconds ahead is refused: the line named 5 minutes, or no number."""
+    limits = (
+        f"more than {-MIN_TIMESTAMP_DIFF} seconds ahead of it or more than "
+        f"{MAX_TIMESTAMP_DIFF // 60} minutes behind"
+    )
+    answer = Registration.CLOCKS_DIFFER, "Invalid timestamp"
+    monkeypatch.setattr(keel.deployment.checks_host, "registration_of", lambda *_: answer)
+    text = problem(check_key("localhost:1", made / "ca/ca.pem", made / "site-a/client.key"))
+    assert limits in text
+    assert re.search(r"this machine's clock says \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", text)
 
 
 def test_a_key_with_a_password_is_named(tmp_path):
