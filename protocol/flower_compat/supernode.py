@@ -12,6 +12,8 @@ Flower 1.39 has no option, and no public way, for any of these:
   with an error. And after each message the SuperNode sends the replies it has, once: a left-over
   reply is sent in place of the one that comes a little later, which then waits for the next
   message. Here it waits for the message's own, complete reply and drops left-over ones.
+- Adds to the text of an exit code. Why: a SuperLink that refuses a second SuperNode with the key of
+  a connected one says *Failed to activate SuperNode*, and nothing else.
 """
 
 import functools
@@ -26,6 +28,8 @@ import flwr.supernode.start_client_internal as client_loop
 from flwr.app import Message, Metadata
 from flwr.proto.task_pb2 import Task
 from flwr.supercore.constant import TaskType
+from flwr.supercore.exit import ExitCode
+from flwr.supercore.exit.exit_code import EXIT_CODE_HELP
 from flwr.supercore.inflatable.inflatable_utils import pull_objects
 from flwr.supernode.cli.flower_supernode import flower_supernode
 from flwr.supernode.nodestate.in_memory_nodestate import CLIENT_APP_CRASHED_ERROR, InMemoryNodeState
@@ -35,6 +39,11 @@ from protocol.flower_compat.reply_bounds import is_complete
 
 poll_s = float(os.environ.get("KEEL_POLL_S") or 0.25)
 arrays_timeout_s = 30.0
+activation_hint = (
+    "If the SuperLink knows the key but cannot activate the SuperNode, another SuperNode with this "
+    "key is connected, or was until less than a minute ago: end that one, or give this one the key "
+    "of its own client."
+)
 
 
 class AnsweringNodeState(InMemoryNodeState):
@@ -138,4 +147,5 @@ def main() -> None:
     pull = functools.partial(pull_objects, max_time=arrays_timeout_s)
     replace(client_loop, "pull_objects", pull, pull_objects)
     replace(factory, "InMemoryNodeState", AnsweringNodeState, InMemoryNodeState)
+    EXIT_CODE_HELP[ExitCode.SUPERNODE_CONNECTION_ERROR] += f" {activation_hint}"
     flower_supernode()

@@ -131,6 +131,21 @@ def test_unknown_key_wrong_ca_and_plain_text_are_refused(deployed, tmp_path):
     assert len(deployed.superlink.nodes()) == LOOPBACK_CLIENTS
 
 
+def test_a_second_supernode_with_a_connected_client_s_key_says_so(deployed):
+    """Its log said only that it could not be activated, and the doctor found nothing wrong."""
+    own = deployed.credentials / "client-0000"
+    second = rejected(
+        deployed,
+        [
+            *("--root-certificates", str(own / "ca.pem")),
+            *("--auth-supernode-private-key", str(own / "client.key")),
+            *("--node-config", run_config({"name": "client-0000"})),
+        ],
+    )
+    assert second.returncode != 0
+    assert "another SuperNode with this key is connected" in second.stdout, second.stdout
+
+
 def test_an_executor_without_the_secret_gets_no_work(deployed):
     strange = subprocess.run(
         [
