@@ -64,7 +64,10 @@ def identity_problem(node: int, client: str, names: Mapping[int, str] | None) ->
             f"it calls itself {claimed!r}, and its key has no name: add its public key to the "
             "server's credentials/server/clients and run `keel deploy register`"
         )
-    return f"it calls itself {claimed!r}, but its key is registered as {names[node]!r}"
+    return (
+        f"it calls itself {claimed!r}, but its key is registered as {names[node]!r}: deploy it with "
+        f"the credentials of {claimed!r}, or under the name {names[node]!r}"
+    )
 
 
 def gather_roster(

@@ -337,7 +337,8 @@ def test_another_key_with_a_known_name_is_refused(keys, fleet, caplog, state):
         grid.nodes[2] = real
         assert registry.returned([2]) == {2: 2}
     refused = "node 4 is new and cannot be used: it calls itself 'b', but its key is registered as"
-    assert [m for m in caplog.messages if "node 4" in m] == [f"{refused} 'd'"]
+    remedy = "deploy it with the credentials of 'b', or under the name 'd'"
+    assert [m for m in caplog.messages if "node 4" in m] == [f"{refused} 'd': {remedy}"]
 
 
 def test_a_client_with_a_new_key_continues_once_that_is_registered(keys, fleet, caplog):
