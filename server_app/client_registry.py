@@ -65,8 +65,8 @@ def identity_problem(node: int, client: str, names: Mapping[int, str] | None) ->
             "server's credentials/server/clients and run `keel deploy register`"
         )
     return (
-        f"it calls itself {claimed!r}, but its key is registered as {names[node]!r}: deploy it with "
-        f"the credentials of {claimed!r}, or under the name {names[node]!r}"
+        f"it calls itself {claimed!r}, but its key is registered as {names[node]!r}: deploy it "
+        f"with the credentials of {claimed!r}, or under the name {names[node]!r}"
     )
 
 

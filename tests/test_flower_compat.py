@@ -112,6 +112,35 @@ def test_a_superlink_that_says_why_it_fails_is_asked_again_and_quoted(caplog):
     assert flower_compat.ends_run(found.value)
 
 
+def test_an_expired_certificate_is_waited_for_as_it_can_be_renewed(caplog):
+    """The run ended within seconds of a restart of the SuperLink, its executor with a traceback."""
+    grid = SimpleNamespace(_retry_invoker=make_simple_http_retry_invoker())
+    flower_compat.bound_superlink_retries(grid, 30)
+    invoker = grid._retry_invoker
+    invoker.wait_function = lambda seconds: time.sleep(0.02)
+    refused = "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: "
+    outcomes = [httpx.ConnectError(f"{refused}certificate has expired (_ssl.c:1006)")] * 2
+
+    def ask():
+        if outcomes:
+            raise outcomes.pop()
+        return "answer"
+
+    with caplog.at_level(logging.WARNING, logger="keel.server"):
+        assert invoker.invoke(ask) == "answer"
+    remedy = "renew it with `keel deploy credentials --renew` and restart the SuperLink"
+    line = f"the SuperLink's certificate has expired: {remedy}"
+    assert caplog.messages == [f"{line}; trying again"]
+    outcomes[:] = [httpx.ConnectError(f"{refused}certificate has expired (_ssl.c:1006)")] * 100
+    invoker.max_time = 0.2
+    with pytest.raises(flower_compat.SuperLinkError, match=f"^{line}, for 30 seconds$") as found:
+        invoker.invoke(ask)
+    assert flower_compat.ends_run(found.value)
+    outcomes[:] = [httpx.ConnectError(f"{refused}unable to get local issuer certificate")]
+    with pytest.raises(httpx.ConnectError):
+        invoker.invoke(ask)
+
+
 def test_the_silence_of_a_superlink_is_measured(monkeypatch):
     now = 100.0
     monkeypatch.setattr(flower_compat.time, "monotonic", lambda: now)

@@ -120,11 +120,19 @@ def bound_superlink_retries(grid: object, seconds: float) -> None:
 
 
 class SuperLinkError(RuntimeError):
-    """The SuperLink answers, but only that it has failed."""
+    """The SuperLink answers only that it has failed, or its certificate has expired."""
 
 
 def failure_of(error: Exception) -> str:
-    """What a SuperLink says of its own failure (HTTP 500 to 599); "" for any other error."""
+    """What a SuperLink says of its own failure (HTTP 500 to 599), or that its certificate expired.
+
+    "" for any other error.
+    """
+    if "certificate has expired" in str(error):
+        return (
+            "the SuperLink's certificate has expired: renew it with `keel deploy credentials "
+            "--renew` and restart the SuperLink"
+        )
     response = getattr(error, "response", None)
     if response is None or response.status_code < 500:
         return ""
@@ -149,7 +157,8 @@ def wait_out_time_outs(invoker: Any) -> Any:
             said_at = time.monotonic()
             log.warning("%s; trying again", reason)
         if response is None:
-            return "certificate" in str(error).lower()  # another's, which no waiting mends
+            is_refused = "certificate" in str(error).lower()
+            return is_refused and not reason  # another's, which no waiting mends
         return response.status_code < 500 and bool(gives_up(error))
 
     invoker.should_giveup = should_give_up
