@@ -20,6 +20,7 @@ from types import ModuleType, SimpleNamespace
 import flwr.supercore.superexec.run_superexec as run_superexec
 import flwr.supernode.nodestate.nodestate_factory as nodestate_factory
 import flwr.supernode.start_client_internal as client_loop
+import httpx
 import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.cli.build import build_fab_from_disk
@@ -226,6 +227,35 @@ def test_an_executor_waits_for_a_superlink_that_hangs(replaced):
     assert isinstance(made["get_executor"](), ForkingExecutor)
     invoker = made["make_simple_http_retry_invoker"]()
     assert not invoker.should_giveup(TimeoutError("the TLS handshake timed out"))
+
+
+def test_an_executor_says_in_a_line_that_a_certificate_is_refused(monkeypatch):
+    """With another authority's ca.pem it ended with a traceback of two HTTP libraries."""
+    refused = httpx.ConnectError("[SSL] certificate verify failed: unable to get local issuer")
+
+    def flowers():
+        raise refused
+
+    monkeypatch.setattr(superexec, "replace", lambda *_: None)
+    monkeypatch.setattr(superexec, "flower_superexec", flowers)
+    with pytest.raises(SystemExit) as ended:
+        superexec.main()
+    expected = "the ca.pem of the authority that signed the server's certificate"
+    assert str(ended.value) == f"error: --root-certificates: {refused}: expected {expected}"
+    refused = httpx.ConnectError("another")
+    with pytest.raises(httpx.ConnectError, match="another"):
+        superexec.main()
+
+
+def test_an_executor_says_that_its_secret_is_refused(replaced, monkeypatch, capsys):
+    """It 'terminated gracefully', and was restarted without end."""
+    invoker = replaced(superexec, "flower_superexec")["make_simple_http_retry_invoker"]()
+    monkeypatch.setattr(os, "kill", lambda *_: None)  # Flower interrupts the process
+    request = httpx.Request("POST", "https://superlink")
+    for status, is_secret in ((503, False), (401, True)):
+        response = httpx.Response(status, request=request)
+        invoker.should_giveup(httpx.HTTPStatusError("", request=request, response=response))
+        assert ("--superexec-auth-secret-file" in capsys.readouterr().err) == is_secret
 
 
 def test_a_supernode_polls_quickly_and_waits_half_a_minute_for_arrays(replaced, monkeypatch):

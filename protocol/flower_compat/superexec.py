@@ -16,7 +16,8 @@ error, and the client misses the round; after three, a SuperLink ends a ServerAp
 Flower's client of the Runtime API. Public way: none.
 
 Replaces `make_simple_http_retry_invoker` there. Why: at a SuperLink that hangs, Flower's executor
-ends, and the ServerApp with it. Public way: none.
+ends, and the ServerApp with it. And where a secret is refused, it ends without a word. Public way:
+none.
 """
 
 import os
@@ -27,6 +28,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
+from typing import Any
 
 import flwr.supercore.superexec.run_superexec as run_superexec
 from flwr.cli.install import install_from_fab
@@ -178,10 +180,36 @@ def run_in_child(spec: ExecutionSpec) -> int:
     return 0
 
 
+def executor_invoker() -> Any:
+    """Flower's retry invoker, which waits out time-outs and says that a secret is refused."""
+    invoker = wait_out_time_outs(make_simple_http_retry_invoker())
+    gives_up = invoker.should_giveup
+
+    def should_give_up(error: Exception) -> bool:
+        if getattr(getattr(error, "response", None), "status_code", 0) == 401:
+            print(
+                "error: --superexec-auth-secret-file: the secret is refused: expected that of the "
+                "SuperLink or SuperNode, which reads it when it starts",
+                file=sys.stderr,
+                flush=True,
+            )
+        return bool(gives_up(error))
+
+    invoker.should_giveup = should_give_up
+    return invoker
+
+
 def main() -> None:
     """As `flower-superexec`, with the same options."""
     replace(run_superexec, "get_executor", lambda *_, **__: ForkingExecutor(), get_executor)
     invoker = make_simple_http_retry_invoker
-    name = "make_simple_http_retry_invoker"
-    replace(run_superexec, name, lambda: wait_out_time_outs(invoker()), invoker)
-    flower_superexec()
+    replace(run_superexec, "make_simple_http_retry_invoker", executor_invoker, invoker)
+    try:
+        flower_superexec()
+    except Exception as error:
+        if "certificate" not in str(error).lower():
+            raise
+        sys.exit(
+            f"error: --root-certificates: {error}: expected the ca.pem of the authority that "
+            "signed the server's certificate"
+        )
