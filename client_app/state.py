@@ -178,7 +178,7 @@ class StateFolder:
         if self.reads_only:
             return {}
         damaged = [path for r, path in self._versions("damaged") if r < before_round]
-        lost = ""
+        lost, remedy = "", "restore it from a backup"
         if damaged:
             lost = f"{damaged[-1]} is damaged and there is no older version of this client's state"
         elif last_accepted_round:
@@ -186,11 +186,16 @@ class StateFolder:
                 f"this client trained in round {last_accepted_round}, and {self.folder} holds no "
                 "state of it"
             )
+            if name := self._old_name():
+                remedy = (
+                    f"rename the run directory on the server to {name!r}, of which this client has "
+                    "state"
+                )
         if lost:
             found = [reset_record.fullmatch(p.name) for p in self.folder.glob("*-*")]
             self._refuse_unless_allowed(
                 lost,
-                "restore it from a backup",
+                remedy,
                 to="let it start again without state",
                 then="the client starts again without state",
                 was_allowed=before_round <= max((int(m[1]) for m in found if m), default=0),
@@ -264,6 +269,13 @@ class StateFolder:
     def _saved_run_id(self) -> str:
         path = self.folder / RUN_ID_FILE
         return path.read_text(errors="replace") if path.exists() else ""
+
+    def _old_name(self) -> str:
+        """The name under which this client has state of this run, whose directory was renamed."""
+        for path in self.folder.parent.parent.glob(f"*/{self.folder.name}/{RUN_ID_FILE}"):
+            if self.run_id and path.read_text(errors="replace") == self.run_id:
+                return path.parent.parent.name
+        return ""
 
     def _is_of_another_run(self) -> bool:
         """Whether this folder is known to be of another run than `run_id`."""

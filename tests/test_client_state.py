@@ -356,6 +356,21 @@ def test_another_run_of_the_same_name_is_refused_and_destroys_nothing(
         of("second").load(asked + 1, last_accepted_round=asked)
 
 
+def test_state_under_the_old_name_of_a_renamed_run_is_named(tmp_path):
+    """The refusal advised a backup or a reset, which gives up state that is there."""
+    StateFolder(tmp_path / "another" / "a", run_id="other").save(2, groups(1))
+    StateFolder(tmp_path / "old" / "b", run_id="run").save(2, groups(1))
+    renamed = StateFolder(tmp_path / "new" / "a", run_id="run")
+    with pytest.raises(ResetNeeded, match="holds no state of it: restore it from a backup"):
+        renamed.load(3, last_accepted_round=2)
+    StateFolder(tmp_path / "old" / "a", run_id="run").save(2, groups(2))
+    remedy = "rename the run directory on the server to 'old', of which this client has state"
+    with pytest.raises(ResetNeeded, match=f"holds no state of it: {remedy}, or create") as found:
+        renamed.load(3, last_accepted_round=2)
+    assert str(tmp_path) not in found.value.nameless
+    assert_is(StateFolder(tmp_path / "old" / "a", run_id="run").load(3, 2), 2)
+
+
 @pytest.mark.parametrize("asked", [1, 51])
 def test_a_server_that_names_no_run_has_no_state_of_one(tmp_path, asked):
     """Every server of today's Keel names its run: this one is hostile, and guessed the name."""
