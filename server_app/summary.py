@@ -130,6 +130,8 @@ def read_config_file(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     damaged.
     """
     path = directory / "config.json"
+    if not directory.exists():
+        raise ValueError(f"{directory} does not exist: `keel list` names the runs that do")
     if not path.is_file():
         raise ValueError(f"{directory} has no config.json: it is not a run directory")
     try:

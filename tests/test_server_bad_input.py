@@ -244,6 +244,12 @@ def test_a_folder_that_holds_no_run(rejected, tmp_path):
     assert line == f"{tmp_path} has no config.json: it is not a run directory"
 
 
+def test_a_run_that_is_not_there(rejected, tmp_path):
+    """As after its directory was moved or renamed: it was said to lack a file."""
+    line = rejected({"resume": str(tmp_path / "moved")})
+    assert line == f"{tmp_path / 'moved'} does not exist: `keel list` names the runs that do"
+
+
 def test_a_relative_folder_to_resume(rejected):
     assert "absolute path" in rejected({"resume": "runs/last"})
 
