@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from client_app.gpu_errors import is_out_of_memory
@@ -73,7 +74,7 @@ def obstacle(method: Method, config: RunConfig, model: nn.Module) -> str:
         return f"client-models = {config.model.client_models!r}: the clients' networks differ"
     if config.train.compile:
         return "compile = true compiles the network of one client"
-    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+    if any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules()):
         return f"model = {config.model.model!r} has dropout, whose masks are drawn client by client"
     tensors = model.state_dict(keep_vars=True).values()
     if len(set(map(id, tensors))) < len(tensors):

@@ -395,13 +395,14 @@ def test_tied_weights_are_refused():
         check_stackable(method_of(config), config, torch.nn.Sequential(shared, shared))
 
 
-def test_dropout_is_refused_and_one_client_a_step_never():
-    dropout = torch.nn.Sequential(torch.nn.Dropout(0.5))
+@pytest.mark.parametrize("kind", [torch.nn.Dropout, torch.nn.Dropout2d, torch.nn.AlphaDropout])
+def test_dropout_is_refused_and_one_client_a_step_never(kind):
+    dropout = torch.nn.Sequential(kind(0.5))
     for num, is_refused in ((1, False), (2, True)):
         config = make_config(clients_per_step=num)
         with pytest.raises(ValueError, match="dropout") if is_refused else nullcontext():
             check_stackable(method_of(config), config, dropout)
-    check_stackable(method_of(config), config, torch.nn.Sequential(torch.nn.Dropout(0.0)))
+    check_stackable(method_of(config), config, torch.nn.Sequential(kind(0.0)))
 
 
 @pytest.mark.parametrize("attribute", ["state", "client", "label_counts", "train_samples", "extra"])
