@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from models.cnn import cnn_fedcka, cnn_fedintr, cnn_fedreco, vgg9
 from models.layers import NORMS, FirstHalf, UnitLength, fan_in_
@@ -15,6 +16,7 @@ from models.squeezenet import squeezenet
 from models.staged import Stage, StagedModel, Trunk
 from protocol.code import place_of
 from protocol.models import IMAGE_SIZES, MODELS
+from protocol.packing import DTYPES
 
 PROJECTION_TAILS: dict[str, Callable[[], nn.Module]] = {
     "mlp": nn.Identity,  # MOON
@@ -90,6 +92,7 @@ def build_model(
             # torch.manual_seed would reseed the GPUs too.
             torch.default_generator.manual_seed(seed)
         trunk = _trunk_of(name, input_shape, *options)
+        _check_tensors(trunk, name, has_statistics=spec.norm_layer(norm) == "batch")
         if projection == "gaussian":
             trunk = _gaussian(trunk)
         elif projection != "none":
@@ -165,6 +168,27 @@ def _trunk_of(name: str, input_shape: tuple[int, int, int], *options: object) ->
         )
     chain.train()
     return trunk
+
+
+def _check_tensors(trunk: Trunk, name: str, has_statistics: bool) -> None:
+    """ValueError for a type that cannot be sent, or for statistics that MODELS does not know of.
+
+    has_statistics: whether the network has BatchNorm, as the config reads it from MODELS: methods
+    without BatchNorm and private runs refuse it.
+    """
+    place, chain = place_of(BUILDERS[name]), nn.ModuleDict(trunk.stages)
+    for key, tensor in chain.state_dict().items():
+        if tensor.dtype not in DTYPES:
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            found = str(tensor.dtype).removeprefix("torch.")
+            raise ValueError(f"{place}: {key} is {found}: expected one of {allowed}")
+    for key, module in chain.named_modules():
+        if isinstance(module, _NormBase) and module.track_running_stats and not has_statistics:
+            raise ValueError(
+                f"{place}: {key} has running statistics, of which the entry in MODELS says "
+                'nothing: write ModelSpec(norms=("batch",)) and use the norm layer that the '
+                "function is then given"
+            )
 
 
 def _projected(trunk: Trunk, tail: nn.Module) -> Trunk:

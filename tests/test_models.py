@@ -467,6 +467,12 @@ def with_overwriting_body(input_shape, norm):
     return Trunk(stages, nn.Flatten(), 7200)
 
 
+def with_buffer(buffer):
+    tail = nn.Identity()
+    tail.register_buffer("odd", buffer)
+    return with_stage("conv1", Stage(nn.Conv2d(3, 8, 3), tail), 7200)
+
+
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
@@ -478,6 +484,18 @@ def with_overwriting_body(input_shape, norm):
             ": tail of conv1 changes its input in place",
         ),
         (with_overwriting_body, ": body of conv2 changes its input in place"),
+        (
+            with_stage(
+                "conv1",
+                Stage(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), nn.ReLU()),
+                7200,
+            ),
+            r": conv1\.body\.1 has running statistics, .* ModelSpec\(norms=\(\"batch\",\)\)",
+        ),
+        (
+            with_buffer(torch.ones(3, dtype=torch.complex64)),
+            r": conv1\.tail\.odd is complex64: exp",
+        ),
         (lambda input_shape, norm: None, " returned NoneType: expected a Trunk"),
         (lambda input_shape, norm: nowhere, ": NameError: name 'nowhere' is not defined"),  # noqa: F821
         (with_stage("conv1", nn.Conv2d(3, 8, 3)), ": stage 'conv1' is a Conv2d: expected a Stage"),
