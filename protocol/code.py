@@ -4,7 +4,7 @@ import hashlib
 import inspect
 import traceback
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,8 @@ def code_version(sources: str = "", torch: str = "") -> str:
 
 def place_of(function: Callable[..., Any]) -> str:
     """ "NAME (FILE:LINE)" of a Python function or method, for an error about what it returned."""
+    if isinstance(function, partial):
+        return place_of(function.func)
     code = inspect.unwrap(function).__code__  # not that of a decorator, such as torch.no_grad()
     path = Path(code.co_filename)
     if path.is_relative_to(app_folder):

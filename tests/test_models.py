@@ -2,7 +2,7 @@
 
 import copy
 import re
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -484,6 +484,7 @@ def with_buffer(buffer):
             ": tail of conv1 changes its input in place",
         ),
         (with_overwriting_body, ": body of conv2 changes its input in place"),
+        (partial(with_overwriting_body), ": body of conv2 changes its input in place"),
         (
             with_stage(
                 "conv1",
