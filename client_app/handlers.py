@@ -505,6 +505,7 @@ def measure_training(
     check_unchanged(training)
     check_update(method, update)
     check_state(method, update)
+    check_released(method, update, ctx)
     copy_from_networks(update, ctx)
     metrics: dict[str, float] = {
         "num-examples": len(ctx.train_samples),
@@ -612,6 +613,18 @@ def check_update(method: Method, update: Any) -> None:
             raise TypeError(
                 f"{type(method).__name__}: Update.{name} is {value!r}: expected a number"
             ) from error
+
+
+def check_released(method: Method, update: Update, ctx: RoundContext) -> None:
+    """TypeError if with `privacy.epsilon` more is sent than the one release that is charged."""
+    sent = sum(array.numel() for array in (*update.arrays.values(), *update.extra.values()))
+    if ctx.config.privacy.epsilon and ctx.releases != [sent]:
+        calls = " and ".join(map(str, ctx.releases)) or "none"
+        raise TypeError(
+            f"{type(method).__name__}: one call of `privatise` has to cover all that is sent with "
+            f"privacy.epsilon, the {sent} values of Update.arrays and Update.extra: it was called "
+            f"with {calls}; or set supports_privacy = False"
+        )
 
 
 def check_state(method: Method, update: Update) -> None:

@@ -48,6 +48,7 @@ def clip_to_grid(
 def privatise(arrays: Arrays, ctx: RoundContext) -> Arrays:
     """The arrays, clipped and noised as `privacy.*` specifies; unchanged with epsilon 0.
 
+    One release: a method calls it once in a round, with all that it sends (`check_released`).
     Every value is a multiple of `granularity`; beyond 2^24 multiples it is rounded to the nearest
     float32, which is one too. In simulation the noise comes from (seed, round, client), so a run
     repeats. A real site's comes from the operating system: the server knows the run's seed and
@@ -57,6 +58,7 @@ def privatise(arrays: Arrays, ctx: RoundContext) -> Arrays:
     if privacy.epsilon == 0:
         return arrays
     flat = torch.cat([a.detach().cpu().double().flatten() for a in arrays.values()]).numpy()
+    ctx.releases.append(flat.size)
     step = granularity(privacy, flat.size)
     words = seeded_words(ctx.seed("privacy")) if ctx.is_simulated else random_words
     steps = clip_to_grid(flat, privacy.clip_norm, step)

@@ -55,6 +55,7 @@ class RoundContext:
     is_simulated: its data is a partition, and its noise may be drawn from the run's seed.
     caches: each `FrozenFeatureCache` in use; they share the run's `cache-mb`.
     faults: the loss terms that were not finite in training, as `MeanTerms.fault` names them.
+    releases: the number of values in each call of `privatise`.
     """
 
     config: RunConfig
@@ -73,6 +74,7 @@ class RoundContext:
     networks: Networks = field(repr=False)
     caches: WeakSet[Any] = field(default_factory=WeakSet, repr=False)
     faults: list[str] = field(default_factory=list, repr=False)
+    releases: list[int] = field(default_factory=list, repr=False)
 
     @property
     def lr_factor(self) -> float:

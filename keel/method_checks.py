@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from client_app.handlers import check_update
+from client_app.handlers import check_released, check_update
 from client_app.method import Update
 from client_app.methods import method_class, method_of
 from client_app.objective import LocalObjective, objective_terms
@@ -131,8 +131,10 @@ class Subject:
     def trained(self, config: RunConfig, num_clients: int = 2) -> Update:
         """The update of round 1."""
         method = method_of(config)
-        update = method.train(self.round(config, 1, {}, num_clients))
+        ctx = self.round(config, 1, {}, num_clients)
+        update = method.train(ctx)
         check_update(method, update)
+        check_released(method, update, ctx)
         return update
 
 

@@ -1,7 +1,7 @@
 """Shared by the tests of methods: formulas in loops, parts of a network, SGD by hand."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from client_fixtures import NUM_CLASSES, SHAPE, differ, initial, make_config, make_round, train
 
 from client_app.methods import method_class
+from client_app.methods.fedavg import FedAvg
 from client_app.methods.fedprox import FedProx
+from client_app.privacy import privatise
 from client_app.setup import build_network
 from protocol.catalogue import method_names
 
@@ -40,6 +42,32 @@ class InPlace(FedProx):
     def begin_round(self, ctx):
         for array in ctx.received.values():
             array.mul_(0.5)
+
+
+@dataclass(frozen=True)
+class Leaky(FedAvg):
+    """Inherits `supports_privacy`, and sends label counts without noise."""
+
+    def finish(self, update, ctx):
+        update = super().finish(update, ctx)
+        return replace(update, extra={"counts": ctx.label_counts.float()})
+
+
+@dataclass(frozen=True)
+class Forgetful(FedAvg):
+    """Inherits `supports_privacy`, and half of what it sends is without noise."""
+
+    def finish(self, update, ctx):
+        half = dict(list(update.arrays.items())[::2])
+        return replace(update, arrays=update.arrays | privatise(half, ctx))
+
+
+@dataclass(frozen=True)
+class Twice(FedAvg):
+    """Inherits `supports_privacy`, and makes two releases of one."""
+
+    def finish(self, update, ctx):
+        return super().finish(super().finish(update, ctx), ctx)
 
 
 HEAD = {"classifier.weight", "classifier.bias"}

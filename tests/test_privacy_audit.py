@@ -12,6 +12,7 @@ import pytest
 import scipy
 import torch
 from client_fixtures import Client, initial, make_config, make_round, pictures
+from method_fixtures import Forgetful, Leaky, Twice, with_method
 
 import client_app.privacy as mechanism
 from client_app.site_privacy import Ledger
@@ -131,6 +132,18 @@ def test_training_that_diverged_is_released_as_noise(method, first, sites, tmp_p
         assert all(array.isfinite().all() for array in arrays.values())
         assert not client.ask("evaluate", number, received, counted=number).has_error()
     assert num_charged(sites[0]) == before + 3
+
+
+@pytest.mark.parametrize("method", [Leaky, Forgetful, Twice])
+def test_a_method_that_sends_more_than_its_one_release_is_refused(
+    sites, method, monkeypatch, tmp_path, caplog
+):
+    with_method(monkeypatch, "fedavg", method)
+    config = make_config(method="fedavg", privacy__epsilon=0.5)
+    node = {"name": "site-a", "source": sites[0], "state-dir": str(tmp_path)}
+    reply = Client(config, tmp_path, node).ask("train", 1, received_by(config))
+    assert reply.has_error()
+    assert f"TypeError: {method.__name__}: one call of `privatise` has to cover" in caplog.text
 
 
 # --- the attack -----------------------------------------------------------------------------------

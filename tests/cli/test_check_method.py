@@ -6,7 +6,16 @@ from typing import ClassVar
 
 import pytest
 import torch
-from method_fixtures import METHODS, FloatPenalty, ForgottenReturn, InPlace, with_method
+from method_fixtures import (
+    METHODS,
+    FloatPenalty,
+    Forgetful,
+    ForgottenReturn,
+    InPlace,
+    Leaky,
+    Twice,
+    with_method,
+)
 
 import keel.method_checks
 from client_app.methods.fedprox import FedProx
@@ -129,6 +138,20 @@ def test_a_method_that_needs_batch_norm_is_checked_with_a_network_that_has_it(
     assert main(["check-method", "fedprox", "--model", "resnet20"]) == 0, capsys.readouterr().out
     assert main(["check-method", "fedprox", "--model", "resnet21"]) == 2
     assert "did you mean resnet20?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("leaky", [Leaky, Forgetful, Twice])
+def test_a_method_that_inherits_supports_privacy_and_sends_something_without_noise_is_named(
+    leaky, monkeypatch, tmp_path
+):
+    only = {name: check for name, check in keel.method_checks.CHECKS.items() if "flags" in name}
+    monkeypatch.setattr(keel.method_checks, "CHECKS", only)
+    with_method(monkeypatch, "fedavg", leaky)
+    [result] = check_method("fedavg", tmp_path)
+    assert result.outcome == "FAIL"
+    assert f"{leaky.__name__}: one call of `privatise` has to cover all that is sent" in (
+        result.reason
+    )
 
 
 def test_a_flag_that_only_the_class_has_is_named(monkeypatch, tmp_path):
