@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import subprocess
 import threading
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from protocol import files
-from protocol.files import private_files, remove_parts, write_atomically
+from protocol.files import append_line, private_files, remove_parts, write_atomically
 
 
 def test_threads_that_write_the_same_file_do_not_disturb_each_other(tmp_path, monkeypatch):
@@ -109,3 +110,18 @@ def test_a_read_only_file_system_is_an_error_that_names_the_file(tmp_path, monke
     with pytest.raises(OSError, match="Read-only file system") as caught:
         write_atomically(tmp_path / "state", b"x")
     assert caught.value.filename == str(tmp_path / "state")
+
+
+def test_a_line_for_which_there_is_no_room_leaves_the_file_as_it_was(tmp_path):
+    path = tmp_path / "audit.jsonl"
+    append_line(path, "first")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"No space left on device.*audit\.jsonl"):
+            append_line(path, "a longer line")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert path.read_text() == "first\n"
+    append_line(path, "second")
+    assert path.read_text() == "first\nsecond\n"
