@@ -23,7 +23,17 @@ class Parts:
     """Each client's sorted indices, in two arrays: a million clients are no million objects."""
 
     def __init__(self, indices: np.ndarray, owners: np.ndarray, num_clients: int) -> None:
-        """owners [n]: the client that holds each of `indices` [n]."""
+        """owners [n]: the client that holds each of `indices` [n].
+
+        ValueError for owners that are not whole numbers from 0, one for each index.
+        """
+        least = owners.min(initial=0)
+        if owners.shape != indices.shape or owners.dtype.kind not in "iu" or least < 0:
+            raise ValueError(
+                f"Parts: expected {len(indices)} owners, the number of the client that holds each "
+                f"of the indices, from 0: found {len(owners)} of {owners.dtype}, the least "
+                f"{least:g}"
+            )
         order = np.lexsort((indices, owners))
         self.indices = indices[order].astype(np.int64, copy=False)
         sizes = np.bincount(owners, minlength=num_clients)

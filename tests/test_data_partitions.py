@@ -458,3 +458,16 @@ def test_a_split_that_leaves_out_or_repeats_samples_is_refused(split, monkeypatc
     monkeypatch.setitem(PARTITIONS, "own", (split, ()))
     with pytest.raises(ValueError, match=r"partition = 'own': .* 7 samples to exactly one of 3"):
         partition_indices("own", np.zeros(7, int), 3, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("owners", "found"),
+    [
+        (np.arange(6) - 1, "6 of int64, the least -1"),
+        (np.arange(6) / 2, "6 of float64, the least 0"),
+        (np.arange(5), "5 of int64, the least 0"),
+    ],
+)
+def test_owners_of_a_split_that_are_none_are_named(owners, found):
+    with pytest.raises(ValueError, match=rf"^Parts: expected 6 owners, .* found {found}$"):
+        Parts(np.arange(6), owners, 3)
