@@ -17,6 +17,8 @@ from client_app.setup import build_network, device_for, open_source
 from data.sources import Source
 from protocol.messages import MachineReport, PreflightRequest
 
+# of x86 and Arm processors, in /proc/cpuinfo
+CPU_KIND = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
 PACKAGES = ("flwr", "torch", "torchvision", "numpy", "scipy", "safetensors")
 
 
@@ -26,14 +28,27 @@ def package_versions() -> dict[str, str]:
     return {name: version(name) for name in PACKAGES}
 
 
-def processors(device: torch.device) -> dict[str, str]:
-    """The type of the CPU, by which torch chooses its kernels, and the GPU's name, or none.
+@cache
+def cpu_info() -> dict[str, str]:
+    """What Linux says of the first processor; elsewhere nothing."""
+    path = Path("/proc/cpuinfo")
+    text = path.read_text().partition("\n\n")[0] if path.is_file() else ""
+    pairs = (line.partition(":") for line in text.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
-    The GPU is this device, or on another device the machine's first.
+
+def processors(device: torch.device) -> dict[str, str]:
+    """The kind of the CPU, by which libraries choose their kernels, and the GPU's name, or none.
+
+    The CPU: instruction set, as torch uses it, and maker and model: with the same instructions an
+    Intel CPU gives other bits than an AMD one. The GPU is this device, or on another device the
+    machine's first.
     """
     gpu = device if device.type == "cuda" else None
+    info, capability = cpu_info(), torch.backends.cpu.get_cpu_capability()
+    kind = [info[name] for name in CPU_KIND if name in info] or [platform.processor()]
     return {
-        "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "cpu": f"{platform.machine()} {capability} {'/'.join(kind)}".strip(),
         "gpu": torch.cuda.get_device_name(gpu) if torch.cuda.is_available() else "none",
     }
 
@@ -42,10 +57,8 @@ def machine(device: torch.device) -> str:
     """The processor of this device, as `cuda: NAME` or `cpu: NAME`."""
     if device.type == "cuda":
         return f"cuda: {torch.cuda.get_device_name(device)}"
-    about = Path("/proc/cpuinfo")
-    lines = about.read_text().splitlines() if about.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"cpu: {names[0] if names else platform.processor() or platform.machine()}"
+    name = cpu_info().get("model name")
+    return f"cpu: {name or platform.processor() or platform.machine()}"
 
 
 def device_label(device: torch.device) -> str:

@@ -6,7 +6,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.colors import TABLEAU_COLORS
 from matplotlib.figure import Figure
@@ -35,7 +34,9 @@ def accuracy_figure(curves: Curves, title: str = "", losses: Curves = ()) -> Fig
     percents = [(label, [(r, 100 * value) for r, value in points]) for label, points in curves]
     drawn: list[tuple[Curves, str]] = [(percents, "accuracy (%)"), (losses, "loss")]
     for axes, (lines, name) in zip(panels, drawn, strict=False):
-        axes.set_prop_cycle(cycler(linestyle=DASHES) * cycler(color=TABLEAU_COLORS.values()))
+        colors = list(TABLEAU_COLORS.values())
+        dashes = [each for each in DASHES for _ in colors]
+        axes.set_prop_cycle(color=colors * len(DASHES), linestyle=dashes)
         for label, points in lines:
             if points:
                 marker = "o" if len(points) < MAX_MARKED else None

@@ -263,3 +263,25 @@ def test_a_simulation_that_does_not_start_is_an_error_with_a_text(tmp_path, monk
     monkeypatch.setattr(preflight, "START_TIMEOUT_S", 0.01)
     with pytest.raises(RuntimeError, match=r"^Ray and its workers did not start in 0\.01 s"):
         checked_workers(None, resolve_config(SMALL), FACTS, source([], []), tmp_path)
+
+
+def test_processors_of_two_makers_with_the_same_instructions_are_told_apart(monkeypatch):
+    """Their bits differ, and `keel experiments verify` demanded the same ones."""
+    about = [
+        {"vendor_id": "AuthenticAMD", "cpu family": "25", "model": "17"},
+        {"vendor_id": "GenuineIntel", "cpu family": "6", "model": "207"},
+        {"CPU implementer": "0x41", "CPU part": "0xd40"},  # Arm's
+        {},
+    ]
+    found = []
+    for info in about:
+        monkeypatch.setattr(machine, "cpu_info", lambda info=info: info)
+        found.append(machine.processors(torch.device("cpu"))["cpu"])
+    assert len({*found}) == 4
+    assert found[1].endswith(" GenuineIntel/6/207")
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").is_file(), reason="needs Linux's /proc/cpuinfo")
+def test_the_processor_of_this_machine_has_a_maker():
+    names = {"vendor_id", "CPU implementer"}
+    assert names & machine.cpu_info().keys()
