@@ -418,6 +418,9 @@ class FlowerRun:
         errors = [line for line in lines if " error: " in line or line.startswith("Error:")]
         raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
         if not errors and not raised and "heartbeat" in self.status("status-details"):
-            return "the run's process was killed, or, in a simulation, its Ray cluster ended"
+            return (
+                "the run's process was killed, or lost its SuperLink or, in a simulation, its Ray "
+                "cluster; `keel status` on its machine may have the reason"
+            )
         found = [*errors[-1:], *raised, last_line(self.log_path)][0]
         return re.sub(r"^(.* error: |Error: )", "", found)

@@ -109,7 +109,10 @@ def test_a_run_whose_process_was_killed_is_not_explained_by_its_last_round(tmp_p
     monkeypatch.setattr(SuperLinkClient, "run_info", lambda self, run_id: info)
     flower = FlowerRun(SuperLinkClient(tmp_path, "localhost:1"), root, tmp_path / "log")
     flower.read(io.StringIO("Successfully started run 12\n12:00:02 round 2/5: accuracy 10.00 %\n"))
-    assert flower.reason().startswith("the run's process was killed, or, in a simu")
+    said = (
+        "the run's process was killed, or lost its SuperLink or, in a simulation, its Ray cluster"
+    )
+    assert flower.reason() == f"{said}; `keel status` on its machine may have the reason"
     flower.read(io.StringIO("12:00:03 error: no data\n"))
     assert flower.reason() == "no data"
 
