@@ -13,7 +13,11 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_ssh_private_key,
+)
 
 from keel.deployment.credentials import certificate_problem
 from keel.deployment.findings import Finding, check, fine, problem
@@ -121,10 +125,20 @@ def check_key(address: str, ca: Path, key: Path) -> Iterator[Finding]:
     if not isinstance(private, ec.EllipticCurvePrivateKey):
         yield problem(f"{key} is not an ECDSA key: `keel deploy credentials` makes one")
         return
+    public = key.with_suffix(".pub")
+    words = public.read_text(errors="replace").split() if public.exists() else []
+    own = private.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+    if words and words[:2] != own.split():
+        yield problem(
+            f"{key} does not belong to {public}: copy this client's directory again from where "
+            "`keel deploy credentials` ran"
+        )
+        return
     registration, details = registration_of(private, address, ca.read_bytes(), timeout_s)
     match registration:
         case Registration.KNOWN:
-            yield fine(f"the SuperLink knows the key in {key}")
+            owner = f", which was made for client {words[2]}" if len(words) == 3 else ""
+            yield fine(f"the SuperLink knows the key in {key}{owner}")
         case Registration.CLOCKS_DIFFER:
             yield problem(
                 f"this machine's clock says {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S}"
@@ -134,7 +148,7 @@ def check_key(address: str, ca: Path, key: Path) -> Iterator[Finding]:
         case Registration.UNKNOWN:
             yield problem(
                 f"the SuperLink does not know the key in {key}: register "
-                f"{key.with_suffix('.pub')} there (`make register` on the server's machine; "
+                f"{public} there (`make register` on the server's machine; "
                 "without containers, `keel deploy register`)"
             )
         case Registration.REFUSED if "ALPN" in details:  # TLS without gRPC

@@ -124,6 +124,24 @@ def test_a_clock_that_the_superlink_refuses_is_named_with_the_limits_of_flower(m
     assert re.search(r"this machine's clock says \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", text)
 
 
+def test_a_key_of_another_client_is_named(made, tmp_path, monkeypatch):
+    """With the keys of two sites swapped, runs refused both, and their doctors found nothing."""
+    answer = Registration.KNOWN, ""
+    monkeypatch.setattr(keel.deployment.checks_host, "registration_of", lambda *_: answer)
+    make_credentials(tmp_path, ["localhost"], ["site-a", "site-b"])
+    key, public = tmp_path / "site-a/client.key", tmp_path / "site-a/client.pub"
+    knows = f"the SuperLink knows the key in {key}"
+    assert result(check_key("localhost:1", made / "ca/ca.pem", key)) == (
+        False,
+        f"{knows}, which was made for client site-a",
+    )
+    key.write_bytes((tmp_path / "site-b/client.key").read_bytes())
+    text = problem(check_key("localhost:1", made / "ca/ca.pem", key))
+    assert text.startswith(f"{key} does not belong to {public}")
+    public.unlink()  # not needed to connect
+    assert result(check_key("localhost:1", made / "ca/ca.pem", key)) == (False, knows)
+
+
 def test_a_key_with_a_password_is_named(tmp_path):
     """It was a TypeError, with a traceback."""
     key = tmp_path / "client.key"
