@@ -329,7 +329,10 @@ def outcome(flower: "FlowerRun", terminal: Terminal) -> str:
         markup=False,
     )
     try:
-        return flower.client.wait(int(flower.run_id), math.inf)
+        status = flower.client.wait(int(flower.run_id), math.inf)
+        with suppress(RuntimeError):  # what came after the log had broken off, such as the reason
+            flower.log_path.write_text(flower.client.log(int(flower.run_id)))
+        return status
     except KeyboardInterrupt:
         with suppress(RuntimeError):
             flower.client.stop(int(flower.run_id))
