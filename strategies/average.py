@@ -508,7 +508,15 @@ class Average(Strategy):
                 f"round {server_round}: {num_of('accepted reply', accepted, 'accepted replies')}, "
                 f"{rounds.fewest_replies_text}. {'; '.join(reasons)}"
             )
+        given = [self.current, *(arrays for r in accepted for arrays in (r.arrays, r.extra))]
+        versions = [(a, a._version) for arrays in given for a in arrays.values()]
         following = returned(self.next_arrays, self.current, accepted)
+        # the model is needed if the next is not finite, and a reply may be client state in memory
+        if any(array._version != version for array, version in versions):
+            raise ValueError(
+                f"{place_of(self.next_arrays)} changes the arrays that it was given in place: "
+                "clone them first"
+            )
         if wrong := mismatch(following, self.current, with_values=False):
             raise ValueError(
                 f"{place_of(self.next_arrays)} returned arrays unlike those it was given: {wrong}"

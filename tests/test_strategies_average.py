@@ -624,6 +624,28 @@ def test_a_server_half_that_reads_the_updates_has_them_in_a_large_round_too(monk
         assert torch.equal(array, torch.stack([r.arrays[name] for r in replies]).amax(0))
 
 
+def test_a_server_half_that_changes_what_it_was_given_is_refused():
+    """The model is the run's if the next is not finite; a reply may be a client's state."""
+
+    class InPlace(Average):
+        def next_arrays(self, current, replies):
+            following = super().next_arrays(current, replies)
+            self.changed(current, replies).mul_(0.5)
+            return following
+
+    current = network().state_dict()
+    name = next(iter(current))
+    for changed in (
+        lambda self, current, replies: current[name],
+        lambda self, current, replies: replies[1].arrays[name],
+    ):
+        InPlace.changed = changed
+        strategy = average_of(half=InPlace)
+        messages = [answer(*each) for each in all_answers(strategy, current)]
+        with pytest.raises(ValueError, match=r"InPlace.next_arrays \(.*\) changes the arrays that"):
+            strategy.aggregate_train(1, messages)
+
+
 def summed_by_workers(
     strategy: Average,
     groups: list[list[int]],
