@@ -261,7 +261,7 @@ class StateFolder:
             if is_reset:
                 stale.rename(stale.with_suffix(".set-aside"))
             else:
-                stale.unlink()
+                stale.unlink(missing_ok=True)
         for name in reset_markers:
             with suppress(FileNotFoundError):
                 (self.folder / name).rename(self.folder / f"state-was-reset-{round_:05d}")
@@ -303,7 +303,7 @@ class StateFolder:
         for checkpoint in checkpoint_rounds:
             needed += [version for version in versions if version[0] <= checkpoint][-1:]
         for version in set(versions).difference(needed):
-            version[1].unlink()
+            version[1].unlink(missing_ok=True)  # a worker that is late may prune too
 
     def _versions(self, kind: str = "safetensors") -> list[tuple[int, Path]]:
         if not self.folder.exists():

@@ -136,6 +136,20 @@ def test_a_round_may_be_trained_any_number_of_times_with_state_in_memory(tmp_pat
         old["previous"] = new.pop("previous")
 
 
+def test_another_process_may_prune_the_same_client(tmp_path, monkeypatch):
+    """A worker that is late with a client, or cut off, may still write while another trains it."""
+    folder = StateFolder(tmp_path, max_ahead=10)
+    for round_ in range(1, 6):
+        folder.save(round_, groups(round_))
+    listed = folder._versions()
+    listed[0][1].unlink()
+    monkeypatch.setattr(folder, "_versions", lambda *_: listed)
+    folder.prune([0])
+    folder.save(1, groups(6))  # replaces all of them
+    monkeypatch.undo()
+    assert [round_ for round_, _ in folder._versions()] == [1]
+
+
 def flip_a_byte(content):
     middle = len(content) - 7  # of the arrays: the header would not parse at all
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
