@@ -35,6 +35,7 @@ POLL_S = 0.3
 STOP_TIMEOUT_S = 60.0  # for a run to write its summary after `flwr stop`
 STARTED = re.compile(r"started run (\d+)")
 REPLIES = re.compile(r"\d\d:\d\d:\d\d (.+): (\d+) of (\d+) clients have answered")
+ROUND = re.compile(r"\d\d:\d\d:\d\d round (\d+)/\d+: ")
 DIRECTORY = re.compile(r"\d\d:\d\d:\d\d run directory (.+)")
 one_run = threading.RLock()  # at a time: runs share torch's default generator and Keel's log
 
@@ -286,6 +287,8 @@ def run_on_deployment(job: Job, terminal: Terminal) -> None:
             for line in iter(flower.printed.get, None):
                 if found := DIRECTORY.match(line):
                     terminal.resume_command = resume_command(found[1], job)
+                if found := ROUND.match(line):
+                    terminal.last_round = int(found[1])
                 if REPLIES.match(line):
                     terminal.on_replies(*flower.replies)
                 elif is_from_keel(line):

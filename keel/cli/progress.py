@@ -165,6 +165,14 @@ class Terminal(logging.Handler):
         else:
             self.print("[yellow]stopped[/] before round 1: there is no run to resume")
 
+    def failed(self) -> None:
+        """Print how to continue a run that failed, if it has done a round."""
+        name = SavedRun(self.directory).reference if self.directory else ""
+        command = f"keel resume {name}" if name else self.resume_command
+        if command and self.last_round:
+            done = f"[red]failed[/] after round {self.last_round}"
+            self.print(f"{done}; to continue once its cause is removed: {escape(command)}")
+
 
 def row_of(label: str, text: str) -> str:
     """A row of the plan as markup."""

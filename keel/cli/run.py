@@ -223,6 +223,7 @@ def execute(
             terminal.stopped()
             raise
         except (ValueError, OSError, RuntimeError) as error:
+            terminal.failed()
             if terminal.directory:  # training has begun: a failure
                 raise RuntimeError(f"{error}{line_in_method(error)}") from error
             raise

@@ -143,7 +143,8 @@ def test_a_run_goes_on_while_its_superlink_restarts(monkeypatch, end):
         return {"status": answer}
 
     def start(self, job, arguments):
-        self.read(io.StringIO(f"Successfully started run 12\nError: {superlink_unavailable}.\n"))
+        text = "Successfully started run 12\n12:00:01 round 1/5: accuracy 9.00 %\n"
+        self.read(io.StringIO(f"{text}Error: {superlink_unavailable}.\n"))
 
     whole = "12:00:02 round 2/5: accuracy 10.00 %\n12:00:09 error: 0 accepted replies\n"
     monkeypatch.setattr(FlowerRun, "start", start)
@@ -157,7 +158,8 @@ def test_a_run_goes_on_while_its_superlink_restarts(monkeypatch, end):
     )
     with ENDS[end]:
         run_on_deployment(Job({}, 2, federation="localhost:1"), terminal)
-    assert "waiting for run 12, which may continue there" in printed[0]
+    assert "waiting for run 12, which may continue there" in printed[1]
+    assert terminal.last_round == 1
     assert stopped == ([12] if end == "Ctrl-C" else [])
 
 

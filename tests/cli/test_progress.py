@@ -123,3 +123,25 @@ def test_the_time_left_after_a_resume_counts_this_attempts_rounds_alone(monkeypa
         now += 2.0
         terminal.on_round(line_of(91, Random(0)))
     assert "18 s left" in capsys.readouterr().out  # 9 rounds of 2 s
+
+
+@pytest.mark.parametrize(
+    ("last_round", "where", "expected"),
+    [
+        (0, "run", ""),
+        (2, "run", "failed after round 2; to continue once its cause is removed: keel resume run"),
+        (
+            2,
+            "",
+            "failed after round 2; to continue once its cause is removed: keel resume x --y",
+        ),
+    ],
+)
+def test_a_run_that_failed_after_a_round_says_how_to_continue(last_round, where, expected, capsys):
+    """On a full disk it said which file, and nothing else; after Ctrl-C it said how."""
+    with Terminal(5) as terminal:
+        terminal.directory = Path(where) if where else None
+        terminal.resume_command = "keel resume x --y"
+        terminal.last_round = last_round
+        terminal.failed()
+    assert capsys.readouterr().out.rstrip("\n") == expected
