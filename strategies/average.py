@@ -31,6 +31,7 @@ from protocol.messages import (
     record_bytes,
     tensors,
 )
+from protocol.packing import DTYPES
 from protocol.text import num_of, shortened
 from strategies.aggregation import RunningMean, aggregate, capped_counts
 from strategies.backoff import Backoff
@@ -339,6 +340,11 @@ class Average(Strategy):
             client = entry.client
             own, sent = returned(self.own_extra, client), extra
             if own:
+                if both := own.keys() & tensors(extra).keys():
+                    raise ValueError(
+                        f"{place_of(self.own_extra)} returned {min(both)!r}, as `extra` does: "
+                        "expected names of its own"
+                    )
                 sent = joined(extra, array_record(own, "own"))
             content = message_content(
                 config, arrays, sent, self.last_accepted_rounds.get(client, 0)
@@ -547,11 +553,17 @@ def returned(function: Callable[..., Arrays], *args: object) -> Arrays:
     """What a function of a server half returns. ValueError naming it, unless a dict of tensors."""
     found = function(*args)
     what = "" if isinstance(found, Mapping) else type(found).__name__
-    if not what:
-        others = (k for k, each in found.items() if not isinstance(each, torch.Tensor))
-        what = next((f"{k!r}: {type(found[k]).__name__}" for k in others), "")
+    expected = "a dict of tensors"
+    for name, each in () if what else found.items():
+        if not isinstance(each, torch.Tensor):
+            what = f"{name!r}: {type(each).__name__}"
+            break
+        if each.dtype not in DTYPES:
+            what = f"{name!r}: {each.dtype}"
+            expected += " of " + ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            break
     if what:
-        raise ValueError(f"{place_of(function)} returned {what}: expected a dict of tensors")
+        raise ValueError(f"{place_of(function)} returned {what}: expected {expected}")
     return found
 
 

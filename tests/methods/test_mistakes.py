@@ -65,13 +65,32 @@ def test_the_arrays_of_a_server_half_are_checked(returned, found, run, monkeypat
 @pytest.mark.parametrize(
     "name", ["extra", "own_extra", "own_state", "expected_extra", "initial_arrays"]
 )
-@pytest.mark.parametrize(("value", "found"), [(None, "NoneType"), ({"h": 3.0}, "'h': float")])
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (None, "NoneType"),
+        ({"h": 3.0}, "'h': float"),
+        ({"h": torch.zeros(3) * 1j}, "'h': torch.complex64"),
+    ],
+)
 def test_what_else_a_server_half_returns_is_checked(name, value, found, run, monkeypatch):
     def mistaken(self, *_):
         return value
 
     monkeypatch.setattr(Average, name, mistaken)
     with pytest.raises(ValueError, match=rf"mistaken \(.*:\d+\) returned {found}: expected a dict"):
+        run(QUICK)
+
+
+def test_arrays_for_one_client_need_names_of_their_own(run, monkeypatch):
+    """In one process the client's own replaced those of all; between processes it refused both."""
+
+    def mistaken(self, client):
+        return {"h": torch.ones(1), "own": torch.ones(1)}
+
+    monkeypatch.setattr(Average, "extra", lambda self: {"h": torch.zeros(1)})
+    monkeypatch.setattr(Average, "own_extra", mistaken)
+    with pytest.raises(ValueError, match=r"mistaken \(.*:\d+\) returned 'h', as `extra` does: exp"):
         run(QUICK)
 
 
