@@ -82,7 +82,7 @@ def test_a_damaged_history_does_not_stop_the_resume_of_a_private_run(directory, 
 
 
 @pytest.mark.end_to_end
-@pytest.mark.parametrize("what", ["checkpoint", "audit log"])
+@pytest.mark.parametrize("what", ["checkpoint", "audit log", "history"])
 @pytest.mark.parametrize("how", ["delete", "empty"])
 def test_without_the_file_and_the_history_checkpoint_or_audit_log_counts(how, what, directory):
     """The audit log alone has the rounds that a resume repeats before its next checkpoint."""
@@ -91,9 +91,11 @@ def test_without_the_file_and_the_history_checkpoint_or_audit_log_counts(how, wh
     try:
         checkpoint = max((directory / "checkpoints").glob("*.safetensors"))
         arrays, _ = read_arrays(checkpoint)
-        (directory / "history.jsonl").write_text("")
-        if what == "checkpoint":
+        if what != "history":
+            (directory / "history.jsonl").write_text("")
+        if what != "audit log":
             (directory / "audit.jsonl").unlink()
+        if what == "checkpoint":
             state.restore_releases({"releases": arrays["state/releases"]})
         else:
             state.restore_releases({})
