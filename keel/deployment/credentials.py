@@ -338,6 +338,7 @@ def make_credentials(
             "no server names: pass the names or addresses that clients connect to, such as "
             "--name fl.example.org"
         )
+    folder.mkdir(parents=True, exist_ok=True, mode=0o755)  # `write_new` makes what is below it
     lines: list[str] = []
 
     def make(path: Path, write: Callable[[], None]) -> None:

@@ -63,6 +63,16 @@ def test_private_files_are_for_their_owner_alone(made):
             assert path.stat().st_mode & 0o777 == 0o600, path
 
 
+def test_nobody_else_can_replace_a_file_whatever_the_umask(tmp_path):
+    before = os.umask(0o000)
+    try:
+        make_credentials(tmp_path / "credentials", ["localhost"], ["site-a"])
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "credentials", *(tmp_path / "credentials").rglob("*")):
+        assert not path.stat().st_mode & 0o022, path
+
+
 def test_openssl_verifies_the_server_for_the_names_given_and_for_no_other(made):
     def verify(*options):
         command = ["openssl", "verify", "-x509_strict", "-purpose", "sslserver", *options]
