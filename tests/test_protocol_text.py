@@ -63,6 +63,12 @@ def test_the_sanitiser_by_example(text, line):
     assert in_one_line(text) == line
 
 
+def test_of_a_long_text_only_the_beginning_is_read():
+    """A client may send an error of megabytes."""
+    assert in_one_line(" " * 20 * 300 + "x") == ""
+    assert in_one_line(" " * 19 * 300 + "x") == "x"
+
+
 @given(st.one_of(any_text, st.integers(), st.none()))
 def test_a_client_name_is_safe_in_a_path_or_refused_in_one_line(name):
     if is_client_name(name):
