@@ -5,6 +5,7 @@ import fcntl
 import gc
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -1299,6 +1300,17 @@ def test_a_diverged_server_step_ends_the_run_with_one_line(run, tmp_path):
     [folder] = [p for p in tmp_path.iterdir() if p.is_dir()]
     assert summary_of(folder)["status"] == f"failed: {text}"
     assert all(array.isfinite().all() for array in final_model(folder).values())
+
+
+def test_a_diverged_state_of_the_server_ends_the_run_before_it_is_in_a_checkpoint(
+    run, tmp_path, monkeypatch
+):
+    """The model is finite: FedAdam's step divides by such a state."""
+    state = {"v": torch.tensor([1.0, math.inf])}
+    monkeypatch.setattr("strategies.average.Average.own_state", lambda self: state)
+    with pytest.raises(DivergedError, match="round 1: the server update gave values that are not"):
+        run({"num-rounds": 1})
+    assert not [*tmp_path.glob("*/checkpoints/*")]
 
 
 def test_a_diverged_u_0_ends_the_run_with_one_line_and_the_personal_models_stay(run, tmp_path):
