@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from client_app.precision import resolved
-from client_app.setup import build_network, device_for, open_source
+from client_app.setup import build_network, device_for, open_source, split_over_clients
 from data.sources import Source
 from protocol.messages import MachineReport, PreflightRequest
 
@@ -85,6 +85,7 @@ def report_of(request: PreflightRequest) -> MachineReport:
     device = device_for(request.config.train.device)
     path, found = Path(request.token_path), processors(device)
     precision, data = request.config.train.precision, request.data
+    clients = request.num_clients
     if precision == "auto":
         model = build_network(request.config, data.image_shape, data.num_classes)
         precision = resolved(precision, model, device)
@@ -96,4 +97,5 @@ def report_of(request: PreflightRequest) -> MachineReport:
         precision=precision,
         has_directory=path.is_file() and path.read_text() == request.token,
         data=data_digest(open_source(request.config)) if request.reads_data else "",
+        split=split_over_clients(request.config, clients).digest() if clients else "",
     )

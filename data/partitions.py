@@ -5,6 +5,7 @@ the same on every machine. It returns sorted indices into `labels` (int64) for e
 index appears exactly once.
 """
 
+import hashlib
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -54,6 +55,12 @@ class Parts:
     def sizes(self) -> np.ndarray:
         """Each client's number of samples, [N]."""
         return np.diff(self.ends)
+
+    def digest(self) -> str:
+        """The first 16 hex digits of the SHA-256 of all parts."""
+        hashed = hashlib.sha256(self.ends.astype("<i8").tobytes())
+        hashed.update(self.indices.astype("<i8").tobytes())
+        return hashed.hexdigest()[:16]
 
     def of(self, labels: np.ndarray) -> "Parts":
         """The same parts of `labels`, which the indices are places in."""

@@ -128,6 +128,7 @@ class PreflightRequest:
 
     token_path: a file that the server wrote beside the run directory, with `token` in it; a worker
     that reads it shares the directory. reads_data: whether to compute the digest of the data.
+    num_clients: over which a worker splits the data; 0 if it need not.
     """
 
     config: RunConfig
@@ -135,6 +136,7 @@ class PreflightRequest:
     token_path: str
     token: str
     reads_data: bool
+    num_clients: int = 0
 
 
 Request = TypeVar("Request", RosterRequest, PreflightRequest, TrainRequest, EvaluateRequest)
@@ -570,7 +572,8 @@ class MachineReport:
     versions: of the packages that bits depend on. machine: the processor of its device, such as
     `cpu: NAME`. capability: of the CPU, and the name of the GPU or none. device: such as `cuda:0`.
     precision: used to train the run's network; under "auto" it depends on the device.
-    has_directory: whether it shares the directory of the run directory. data: its digest, or "".
+    has_directory: whether it shares the directory of the run directory. data, split: the digests of
+    the data and of its split over the clients, or "".
     """
 
     versions: str
@@ -580,6 +583,7 @@ class MachineReport:
     precision: str
     has_directory: bool
     data: str
+    split: str = ""
 
 
 def machine_content(report: MachineReport) -> RecordDict:

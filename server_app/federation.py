@@ -190,7 +190,7 @@ def prepare(
         )
 
     parent = resumed.path.parent if resumed else runs_directory(config)
-    workers = checked_workers(grid, config, data, source, parent)
+    workers = checked_workers(grid, config, data, source, parent, len(roster))
     if isinstance(grid, LogicalGrid) and workers:
         del grid.workers[len(workers) :]  # nodes that no worker would play
     if isinstance(roster, SimulatedRoster) and len(entries) < len(roster):

@@ -19,6 +19,7 @@ from flwr.serverapp import Grid
 
 from client_app.machine import data_digest
 from client_app.methods import method_of
+from client_app.setup import split_over_clients
 from data.sources import Source
 from protocol.config import RunConfig
 from protocol.flower_compat.simulation import (
@@ -51,12 +52,18 @@ class WorkerOnNode:
 
 
 def checked_workers(
-    grid: Grid, config: RunConfig, data: DatasetSpec, source: Source, directory: Path
+    grid: Grid,
+    config: RunConfig,
+    data: DatasetSpec,
+    source: Source,
+    directory: Path,
+    num_clients: int,
 ) -> list[WorkerOnNode]:
     """The workers of Flower's simulation; none of another grid.
 
-    directory: that of the run directory. ValueError, one line, naming the node, for a worker that
-    does not answer, has other code, other data, or where it needs the directory and has not got it.
+    directory: that of the run directory. num_clients: that are simulated. ValueError, one line,
+    naming the node, for a worker that does not answer, has other code or data, splits the data in
+    another way, or where it needs the directory and has not got it.
     RuntimeError if the workers could not be started.
     """
     below = grid.grid if isinstance(grid, LogicalGrid) else grid
@@ -66,7 +73,7 @@ def checked_workers(
 
         def content(number: int) -> RecordDict:
             reads_data = is_cluster() and number == 0  # once on each machine
-            request = PreflightRequest(config, data, str(path), token, reads_data)
+            request = PreflightRequest(config, data, str(path), token, reads_data, num_clients)
             return RecordDict({"round": request_record(request)})
 
         try:
@@ -78,7 +85,9 @@ def checked_workers(
             ) from None
         replies = ask(content)
     is_stateful = method_of(config).is_stateful
-    return workers_in(replies, lambda: data_digest(source), directory if is_stateful else None)
+    split = split_over_clients(config, num_clients).digest()
+    folder = directory if is_stateful else None
+    return workers_in(replies, lambda: data_digest(source), folder, split)
 
 
 @contextmanager
@@ -95,12 +104,16 @@ def token_in(directory: Path) -> Iterator[tuple[Path, str]]:
 
 
 def workers_in(
-    replies: Sequence[WorkerReply], server_data: Callable[[], str], shared: Path | None
+    replies: Sequence[WorkerReply],
+    server_data: Callable[[], str],
+    shared: Path | None,
+    split: str = "",
 ) -> list[WorkerOnNode]:
     """The workers that these replies describe.
 
     server_data: the digest of the server's data. shared: the directory that client state is stored
-    in, None if there is none. ValueError, one line, as `checked_workers`.
+    in, None if there is none. split: the digest of the server's split. ValueError, one line, as
+    `checked_workers`.
     """
     workers = []
     for reply in replies:
@@ -111,6 +124,12 @@ def workers_in(
             raise ValueError(
                 f"worker on {reply.node}: its copy of the run's data has the digest {report.data}, "
                 f"the server's {server_data()}: copy the server's to that machine"
+            )
+        if report.split != split:
+            raise ValueError(
+                f"worker on {reply.node}: it splits the data over the clients in another way (its "
+                f"split has the digest {report.split}, the server's {split}): the function of the "
+                "partition has to depend on its arguments alone, and draw from its `seed`"
             )
         if shared and not report.has_directory:
             raise ValueError(

@@ -15,7 +15,8 @@ from run_fixtures import FACTS, SMALL
 from client_app import machine
 from client_app.handlers import answer
 from client_app.machine import data_digest, report_of
-from client_app.setup import device_for
+from client_app.setup import device_for, forget_sources
+from data.partitions import PARTITIONS, Parts
 from data.sources import ImageSplit, Source
 from protocol.config import resolve_config
 from protocol.flower_compat.simulation import WorkerReply
@@ -46,6 +47,7 @@ GOOD = MachineReport(
     precision="fp32",
     has_directory=True,
     data="d",
+    split="s",
 )
 CPU = torch.device("cpu")
 
@@ -63,18 +65,19 @@ def test_a_report_is_read_back_as_it_was_sent():
     [
         (replace(GOOD, data="e"), "has the digest e, the server's d"),
         (replace(GOOD, has_directory=False), "worker on 10.0.0.2 does not see /runs"),
+        (replace(GOOD, split="t"), "splits the data over the clients in another way .* t, .* s"),
     ],
 )
 def test_what_gives_another_model_is_refused(report, message):
     folder = Path("/runs")
-    assert workers_in([reply(GOOD)], lambda: "d", folder) == [WorkerOnNode("10.0.0.2", GOOD)]
+    assert workers_in([reply(GOOD)], lambda: "d", folder, "s") == [WorkerOnNode("10.0.0.2", GOOD)]
     with pytest.raises(ValueError, match=message):
-        workers_in([reply(GOOD), reply(report)], lambda: "d", folder)
+        workers_in([reply(GOOD), reply(report)], lambda: "d", folder, "s")
 
 
 def test_what_a_method_does_not_need_is_not_asked_for():
     absent = replace(GOOD, has_directory=False, data="")
-    assert len(workers_in([reply(absent)], lambda: pytest.fail("read the data"), None)) == 1
+    assert len(workers_in([reply(absent)], lambda: pytest.fail("read the data"), None, "s")) == 1
 
 
 def test_a_worker_that_gives_no_answer_is_named():
@@ -137,7 +140,7 @@ def test_each_workers_device_is_named():
 def test_what_rays_start_showed_is_noted_once():
     lines = [(logging.WARNING, "1 of 3 workers did not start")]
     replies = [replace(reply(replace(GOOD, device="cuda:0")), log_lines=lines)] * 2
-    assert log_lines(workers_in(replies, lambda: "d", None)) == [
+    assert log_lines(workers_in(replies, lambda: "d", None, "s")) == [
         (logging.INFO, "workers on 10.0.0.2: 2 on cuda:0"),
         *lines,
     ]
@@ -173,6 +176,24 @@ def test_a_worker_reports_whether_it_shares_the_directory(tmp_path):
     assert found.has_directory
     assert found.data == ""
     assert f"torch {version('torch')}, " in found.versions
+
+
+def test_a_split_that_ignores_its_seed_is_another_one_on_each_worker(tmp_path, monkeypatch):
+    """Each worker trained its clients on samples of others, and nothing said so."""
+
+    def mine(labels, num_clients, seed):
+        owners = np.random.permutation(len(labels)) % num_clients  # noqa: NPY002
+        return Parts(np.arange(len(labels)), owners, num_clients)
+
+    def digest(name):
+        forget_sources()
+        return report_of(replace(request(tmp_path, partition=name), num_clients=3)).split
+
+    monkeypatch.setitem(PARTITIONS, "iid", (mine, ()))
+    assert digest("iid") != digest("iid")
+    assert digest("dirichlet") == digest("dirichlet") != ""
+    assert report_of(request(tmp_path)).split == ""
+    forget_sources()
 
 
 @pytest.mark.parametrize(
@@ -253,7 +274,7 @@ def test_the_digest_of_data_depends_on_each_part_of_it():
 def test_the_inline_engine_has_no_workers_to_ask(tmp_path, task_identity):
     grid = InlineGrid(lambda message, context: message, [{}])
     config = resolve_config(SMALL)
-    assert checked_workers(grid, config, FACTS, source([], []), tmp_path / "runs") == []
+    assert checked_workers(grid, config, FACTS, source([], []), tmp_path / "runs", 1) == []
     assert not (tmp_path / "runs").exists()
 
 
@@ -262,7 +283,7 @@ def test_a_simulation_that_does_not_start_is_an_error_with_a_text(tmp_path, monk
     monkeypatch.setattr(preflight, "started", Future())
     monkeypatch.setattr(preflight, "START_TIMEOUT_S", 0.01)
     with pytest.raises(RuntimeError, match=r"^Ray and its workers did not start in 0\.01 s"):
-        checked_workers(None, resolve_config(SMALL), FACTS, source([], []), tmp_path)
+        checked_workers(None, resolve_config(SMALL), FACTS, source([], []), tmp_path, 1)
 
 
 def test_processors_of_two_makers_with_the_same_instructions_are_told_apart(monkeypatch):
