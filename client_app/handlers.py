@@ -506,7 +506,7 @@ def measure_training(
     check_update(method, update)
     check_state(method, update)
     check_released(method, update, ctx)
-    copy_from_networks(update, ctx)
+    copy_shared(update, ctx)
     metrics: dict[str, float] = {
         "num-examples": len(ctx.train_samples),
         "num-steps": update.num_steps,
@@ -565,8 +565,11 @@ def check_unchanged(training: Training) -> None:
         )
 
 
-def copy_from_networks(update: Update, ctx: RoundContext) -> None:
-    """Replace the update's arrays that are in a network's memory, where other clients train."""
+def copy_shared(update: Update, ctx: RoundContext) -> None:
+    """Replace the update's arrays in memory that changes: a network's, where other clients train.
+
+    Also client state in memory of the received arrays, which the server may change later.
+    """
     shared = {
         tensor.untyped_storage().data_ptr()
         for network in ctx.networks.all()
@@ -581,6 +584,8 @@ def copy_from_networks(update: Update, ctx: RoundContext) -> None:
         }
 
     update.arrays, update.extra = copied(update.arrays), copied(update.extra)
+    received = (*ctx.received.values(), *ctx.extra.values())
+    shared |= {array.untyped_storage().data_ptr() for array in received}
     update.state = {group: copied(arrays) for group, arrays in update.state.items()}
 
 

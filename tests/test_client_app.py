@@ -323,6 +323,32 @@ def test_an_update_leaves_the_device_before_the_turn_ends(tmp_path, monkeypatch)
     assert were_copied_in_turn == [True] * (2 * len(kept) + 1)
 
 
+@dataclass(frozen=True)
+class StoresExtra(FedProx):
+    is_stateful: ClassVar[bool] = True
+
+    def finish(self, update, ctx):
+        return replace(update, state={"sent": ctx.extra, "model": ctx.received})
+
+
+def test_state_in_memory_does_not_follow_what_the_server_does_with_its_arrays(
+    tmp_path, monkeypatch
+):
+    """A server half may change its own arrays in place, such as a control variate."""
+    with_method(monkeypatch, "fedprox", StoresExtra)
+    # as with snapshot-every > 1
+    monkeypatch.setitem(memories, tmp_path, StateMemory(max_rounds_ahead(1)))
+    config = make_config(method="fedprox")
+    arrays, extra = initial(config), {"c": torch.ones(3)}
+    Client(config, tmp_path).ask("train", 1, arrays, extra=extra)
+    expected = {name: array.clone() for name, array in arrays.items()}
+    for array in (*arrays.values(), *extra.values()):
+        array.mul_(2)
+    groups = memories[tmp_path].load(tmp_path / "clients" / "client-0000", before_round=2)
+    assert_same_bits(groups["sent"], {"c": torch.ones(3)})
+    assert_same_bits(groups["model"], expected)
+
+
 def test_kept_models_of_a_whole_run_are_of_before_the_averaging(tmp_path, monkeypatch, no_pictures):
     monkeypatch.setenv("KEEL_HOME", str(tmp_path))
     keys = {"method": "moon", "num-rounds": 2, "source": small_source(), "model": "cnn-fedreco"}
