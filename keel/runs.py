@@ -128,7 +128,13 @@ class SavedRun:
 
     @property
     def lost_rounds(self) -> str:
-        """A sentence if the run has finished but its history ends earlier, else ""."""
+        """A sentence if the run has finished but its history ends earlier, or is unreadable."""
+        try:
+            self.history  # noqa: B018  # read for its error
+        except OSError as error:  # another user's, for example, which is not lost
+            return f"{HISTORY_FILE}: {error.strerror}"
+        except DAMAGE:
+            pass
         num_rounds = self.config["num-rounds"]
         is_number = isinstance(num_rounds, int)
         return lost_rounds(self.directory, self.rounds, num_rounds) if is_number else ""
