@@ -198,7 +198,7 @@ class SavedRun:
         """When the run last wrote a round or began, as a POSIX time; 0 if nothing can be read."""
         times = [0.0]
         for name in (HISTORY_FILE, CONFIG_FILE):
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 times.append((self.directory / name).stat().st_mtime)
         return max(times)
 
@@ -223,7 +223,7 @@ def differing_keys(configs: Sequence[Mapping[str, Any]], ignored: Set[str]) -> l
 
 def is_locked(path: Path) -> bool:
     """Whether a living process holds an exclusive lock on the file."""
-    if not path.is_file():  # a pipe would be waited for
+    if not os.path.isfile(path):  # a pipe would be waited for; False where it may not be looked for
         return False
     try:
         with path.open() as file:
@@ -259,9 +259,13 @@ def runs_directory() -> Path:
 
 
 def all_runs(base: Path | None = None) -> list[SavedRun]:
-    """The runs in a directory, the last changed first."""
+    """The runs in a directory, the last changed first; also directories that cannot be looked into.
+
+    Their state says so.
+    """
     base = base or runs_directory()
     found = [SavedRun(path.parent) for path in base.glob(f"*/{CONFIG_FILE}")]
+    found += [SavedRun(path) for path in base.glob("*/") if not os.access(path, os.X_OK)]
     return sorted(found, key=lambda run: (run.last_change, run.name), reverse=True)
 
 

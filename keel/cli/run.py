@@ -11,7 +11,7 @@ import typer
 
 from keel.cli.interrupts import INTERRUPTED_CODE, interruptible
 from keel.cli.overrides import check_simulated, checked_config, parse_overrides
-from keel.runs import FINISHED, SavedRun, all_runs, find_run, only_run
+from keel.runs import CONFIG_FILE, FINISHED, SavedRun, all_runs, find_run, only_run
 from protocol.code import line_in_method
 from protocol.config import RunConfig
 from protocol.options import OptionValue
@@ -172,7 +172,8 @@ def resume(
                 "--engine deployment: name the run; its log on the server has its name"
             )
         return executed({"resume": run} | overrides, options)
-    unfinished = [] if run else [r for r in all_runs() if not r.is_running and r.state != FINISHED]
+    readable = [r for r in all_runs() if os.access(r.directory / CONFIG_FILE, os.R_OK)]
+    unfinished = [] if run else [r for r in readable if not r.is_running and r.state != FINISHED]
     saved = find_run(run) if run else only_run(unfinished, "can be resumed", "keel resume")
     if saved.is_running:
         raise ValueError(f"{saved.name} is running: `keel status {saved.reference}` shows it")

@@ -141,7 +141,7 @@ def list_command(
         "rounds": [f"{row['rounds']}/{row['num_rounds']}" for row in rows],
         "accuracy": [percent(row["accuracy"]) for row in rows],
         "state": [state_text(row["state"]) for row in rows],
-        "age": [" ".join(duration(time.time() - run.last_change).split()[:2]) for run in shown],
+        "age": [age_of(run) for run in shown],
     }
     if rows:
         print_runs(columns, ["data", "method", "age", "accuracy"])
@@ -172,6 +172,12 @@ def row_of(run: SavedRun) -> dict[str, Any]:
         "lost_rounds": run.lost_rounds if config else "",
         "changed": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(run.last_change)),
     }
+
+
+def age_of(run: SavedRun) -> str:
+    """The time since its last change, in one unit; empty where that cannot be read."""
+    last = run.last_change
+    return " ".join(duration(time.time() - last).split()[:2]) if last else ""
 
 
 def state_text(state: str) -> str:

@@ -372,6 +372,32 @@ def test_a_run_of_another_user_breaks_no_list(two, printed, monkeypatch, file, s
     assert rows["one"]["lost_rounds"] in ("", "history.jsonl: Permission denied")
 
 
+def test_a_directory_that_cannot_be_looked_into_is_listed(two, printed, monkeypatch, refusal):
+    """It was left out, as if it were not there."""
+    theirs, stat = two / "theirs", os.stat
+    theirs.mkdir()
+
+    def refusing(call):
+        def call_or_refuse(path, *args, **options):
+            if Path(str(path)).parent == theirs:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return call(path, *args, **options)
+
+        return call_or_refuse
+
+    monkeypatch.setattr(os, "access", lambda path, mode: theirs not in (path, *path.parents))
+    monkeypatch.setattr(os, "stat", refusing(stat))
+    monkeypatch.setattr(Path, "read_text", refusing(Path.read_text))
+    monkeypatch.setattr(Path, "read_bytes", refusing(Path.read_bytes))
+    states = {row["run"]: row["state"] for row in json.loads(printed("list", "--json"))}
+    refused = "config.json: Permission denied"
+    assert states == {"theirs": refused, "one": "finished", "other": "finished"}
+    assert refusal("stop") == (
+        f"error: no run in {two} can be stopped; `keel list` shows what there is\n"
+    )
+    assert "can be resumed; `keel list` shows" in refusal("resume")
+
+
 @pytest.mark.parametrize("file", ["summary.json", "history.jsonl", "config.json", ".lock"])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_what_is_no_plain_file_breaks_no_list(two, printed, capsys, monkeypatch, file, make):
