@@ -134,5 +134,6 @@ def watch_run(directory: Path, once: bool = False, console: Console | None = Non
                 time.sleep(POLL_S)
                 entry, shown = now()
                 live.update(shown, refresh=True)
+            live.update(now()[1], refresh=True)  # it may have ended after it was looked at
         except KeyboardInterrupt:
             pass

@@ -12,6 +12,7 @@ from run_fixtures import wait_until
 from views_fixtures import HOSTILE, damaged_runs
 
 from keel.cli.main import main
+from keel.views import terminal
 from keel.views.terminal import clients_at_work, sparkline, watch_run
 from server_app.history import append_history
 from tests.tools.run_directories import line_of, make_run
@@ -74,6 +75,25 @@ def test_the_view_follows_a_run_until_it_ends(tmp_path):
     text = shown(run, out, force_terminal=True)
     assert text.index("round 1/3") < text.index("round 3/3")
     assert "finished" in text
+
+
+def test_the_last_view_is_of_the_run_as_it_ended(tmp_path, monkeypatch):
+    """One that ended while it was looked at was shown without its last rounds."""
+    run = make_run(tmp_path / "a", {"method": "moon"}, 3, num_written=1, status="running")
+    lock, frame = (run / ".lock").open("w"), terminal.frame
+    fcntl.flock(lock, fcntl.LOCK_EX)
+
+    def frame_then_end(*about):
+        found = frame(*about)
+        if not lock.closed:
+            append_history(run / "history.jsonl", line_of(2, Random(0)))
+            append_history(run / "history.jsonl", line_of(3, Random(0)))
+            lock.close()
+        return found
+
+    monkeypatch.setattr(terminal, "frame", frame_then_end)
+    text = shown(run, force_terminal=True)
+    assert text.index("round 1/3") < text.index("round 3/3")
 
 
 def test_no_damage_and_no_name_upsets_the_terminal(tmp_path):
