@@ -57,7 +57,7 @@ def verify(folder: Path, rounds: int, console: Console) -> int:
             console.print(f"  skipped: {escape(reason)}")
             num_skipped += 1
             continue
-        for check in checks(directory, rounds):
+        for check in readable_checks(directory, rounds):
             word = "[green]passed[/]" if check.passed else "[red]failed[/]"
             console.print(f"  {word} {escape(check.found)}")
             num_failed += not check.passed
@@ -68,20 +68,32 @@ def verify(folder: Path, rounds: int, console: Console) -> int:
     return 1 if num_failed or num_skipped == len(directories) else 0
 
 
+def readable_checks(directory: Path, rounds: int) -> Iterator[Check]:
+    """`checks`, up to a file that cannot be read: the next run is verified all the same."""
+    try:
+        yield from checks(directory, rounds)
+    except OSError as error:
+        yield Check(False, f"{error.filename}: {error.strerror}")
+
+
 def unfinished(directory: Path) -> str:
     """Why the run cannot be verified; empty if it finished, or if its files were changed."""
     try:
         manifest = read_manifest(directory)
-    except ValueError:
-        return ""
+    except (ValueError, OSError):
+        return ""  # the checks report it
     if "files" not in manifest and not (directory / "model.safetensors").exists():
         return "it was restored from an archive, which does not hold its files"
     if not manifest.get("files"):
         return "the run has not ended: its manifest is incomplete"
     path = directory / "summary.json"
-    if not path.is_file() or digest(path.read_bytes()) != manifest["files"].get(path.name):
+    try:
+        summary = path.read_bytes()
+    except OSError:
         return ""  # the checks report it
-    status = json.loads(path.read_bytes())["status"]
+    if digest(summary) != manifest["files"].get(path.name):
+        return ""  # likewise
+    status = json.loads(summary)["status"]
     return "" if status == "finished" else f"the run did not finish: {status}"
 
 

@@ -1,9 +1,11 @@
 """The manifest of a run and `keel experiments verify`."""
 
+import errno
 import hashlib
 import io
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -177,6 +179,27 @@ def test_a_damaged_config_does_not_keep_other_runs_from_being_verified(run, tmp_
     assert f"failed {path.parent if content is None else path} " in out.getvalue()
     assert f"{tmp_path / 'runs' / 'b'}\n  passed config.json" in out.getvalue()
     assert "2 runs, 2 checks failed" in out.getvalue()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "summary.json", "model.safetensors"])
+def test_a_file_that_cannot_be_read_is_a_failed_check_of_its_run(run, tmp_path, monkeypatch, name):
+    """The runs after it were not verified."""
+    folder = run({"num-rounds": 1})
+    for copy in ("a", "b"):
+        shutil.copytree(folder, tmp_path / "runs" / copy)
+    refused, opened = tmp_path / "runs" / "a" / name, Path.open
+
+    def open_or_refuse(path, *how, **options):
+        if path == refused:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *how, **options)
+
+    monkeypatch.setattr(Path, "open", open_or_refuse)  # tests may run as root
+    out = io.StringIO()
+    assert verify(tmp_path / "runs", 1, Console(file=out, width=300)) == 1
+    assert f"failed {refused}: Permission denied" in out.getvalue()
+    assert "passed round 1: bit-identical" in out.getvalue().rpartition(str(tmp_path))[2]
+    assert out.getvalue().endswith("2 runs, 1 check failed\n")
 
 
 def test_a_manifest_with_a_misspelt_name_does_not_stop_a_resume(run):
