@@ -382,6 +382,11 @@ def load_job(job: Path) -> tuple[Recipe, Options]:
         recipe = parse_recipe(about["text"], Path(about["recipe"]))
         if "cells" in about:  # under a --set, other cells may coincide with these
             recipe = narrowed(recipe, about["cells"])
+            if about["cells"] and not recipe.cells:  # as of a row `off`, once called False
+                raise ValueError(
+                    f"none of its cells, such as {about['cells'][0]}, is in its recipe; repeat its "
+                    "`keel experiments run`, which keeps the finished runs"
+                )
         for cell in recipe.cells:
             run_of(cell, candidates_of(cell, options)[0], 0, options, job.parent)  # resolves it
     except ValueError as error:

@@ -934,6 +934,14 @@ def test_a_job_with_a_method_that_is_gone_is_named(tmp_path, capsys, command):
     assert message.endswith("; to leave its table out, move this file out of jobs/\n")
 
 
+def test_a_job_without_a_cell_of_its_recipe_is_named_and_no_empty_table(tmp_path):
+    all_run(tmp_path)
+    (job,) = (tmp_path / "jobs").iterdir()
+    job.write_text(json.dumps(json.loads(job.read_text()) | {"cells": [["False", "a"]]}))
+    with pytest.raises(ValueError, match=r"none of its cells, such as \['False', 'a'\], is in its"):
+        write_report(tmp_path)
+
+
 def test_a_damaged_job_is_named(tmp_path):
     (tmp_path / "jobs").mkdir()
     job = tmp_path / "jobs" / "x.json"
