@@ -568,7 +568,7 @@ def check_unchanged(training: Training) -> None:
 def copy_shared(update: Update, ctx: RoundContext) -> None:
     """Replace the update's arrays in memory that changes: a network's, where other clients train.
 
-    Also client state in memory of the received arrays, which the server may change later.
+    So is client state in the memory of the received arrays, which the server may change later.
     """
     shared = {
         tensor.untyped_storage().data_ptr()
