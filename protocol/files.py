@@ -2,10 +2,14 @@
 
 import contextlib
 import errno
+import functools
 import hashlib
 import os
+import platform
+import re
 import secrets
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,8 @@ from typing import Any
 RESET_FILE = "reset-state"
 # In the run directory: the server adds a round's line when it has ended the round.
 HISTORY_FILE = "history.jsonl"
+DAY_S = 86400.0
+MARK = re.compile("[0-9a-f]{8}")
 
 
 def full_path(path: Path) -> Path:
@@ -66,8 +72,7 @@ def write_atomically(path: Path, *pieces: Any) -> None:
     entry are on the disk when this returns. OSError, naming the file, if the disk is full; the old
     file stays.
     """
-    # random: threads, and containers whose process ids are alike, may write the same file at once
-    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.{os.getpid()}.part")
+    part = part_of(path)
     try:
         with part.open("wb") as file:
             for piece in pieces:
@@ -84,6 +89,13 @@ def write_atomically(path: Path, *pieces: Any) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def part_of(path: Path) -> Path:
+    """A new name beside this file to write it under; `remove_parts` finds it after a kill."""
+    # random: threads, and containers whose process ids are alike, may write the same file at once
+    mark = f"{secrets.token_hex(8)}.{machine_mark()}.{os.getpid()}"
+    return path.with_name(f".{path.name}.{mark}.part")
 
 
 def append_line(path: Path, line: str) -> None:
@@ -108,9 +120,24 @@ def append_line(path: Path, line: str) -> None:
 
 
 def remove_parts(directory: Path) -> None:
-    """Remove what killed processes left of `write_atomically`, here and below."""
+    """Remove what killed processes left of `write_atomically`, here and below.
+
+    What other machines are writing to a shared disk, or other containers to a shared volume, is
+    left alone for a day.
+    """
     for part in directory.rglob(".*.part"):
-        pid = part.name.split(".")[-2]
+        *_, machine, pid, _ = ("", *part.name.split("."))
+        # Keel 0.1 wrote no mark
+        is_own = machine == machine_mark() or not MARK.fullmatch(machine)
         has_ended = pid == str(os.getpid()) or not Path("/proc", pid).exists()
-        if has_ended and not part.is_dir():  # a client may have such a name
-            part.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # it has just been renamed
+            is_old = time.time() - part.lstat().st_mtime > DAY_S
+            # a client's folder may have such a name
+            if (is_old or (is_own and has_ended)) and not part.is_dir():
+                part.unlink()
+
+
+@functools.cache
+def machine_mark() -> str:
+    """Eight hex digits of this machine's or container's name."""
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]

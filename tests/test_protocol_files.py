@@ -76,6 +76,22 @@ def test_only_the_parts_of_processes_that_have_ended_are_removed(tmp_path):
     assert [path.name for path in below.iterdir()] == ["writing"]
 
 
+def test_the_parts_of_another_machine_are_left_for_a_day(tmp_path):
+    """A worker that started removed the client state that another node was writing."""
+    program = (
+        "import os, sys, pathlib; from protocol import files; os.fsync = lambda _: os._exit(9)"
+    )
+    program += "; files.machine_mark = lambda: 'abcdef01'"
+    program += "; files.write_atomically(pathlib.Path(sys.argv[1]), b'1')"
+    for name in ("old", "new"):
+        command = ["python", "-c", program, str(tmp_path / name)]
+        assert subprocess.run(command, check=False).returncode == 9
+    [old] = tmp_path.glob(".old.*")
+    os.utime(old, (0, 0))
+    remove_parts(tmp_path)
+    assert [path.name.split(".")[1] for path in tmp_path.iterdir()] == ["new"]
+
+
 def test_a_folder_is_no_part_whatever_its_name(tmp_path):
     """That of a client's state: code that came with a run chose the name, and no worker started."""
     folder = tmp_path / "a-run" / ".site.999999999.part"

@@ -35,7 +35,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from protocol.files import remove_parts, write_atomically
+from protocol.files import part_of, remove_parts, write_atomically
 
 default_names = ("localhost", "127.0.0.1", "superlink")  # health check; the name under compose
 reserved_names = ("ca", "server")
@@ -56,7 +56,7 @@ def write_new(path: Path, content: bytes, *, private: bool) -> None:
     remove_parts(path.parent)
     mode = 0o600 if private else 0o644
     # under another name: the next call would accept what a kill leaves of the file
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = part_of(path)
     try:
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(content)
