@@ -90,6 +90,7 @@ from server_app.trackers import check_trackers
 from strategies import Average, strategy_for
 from strategies.average import TooFewRepliesError, returned
 from strategies.backoff import Backoff
+from strategies.sampling import FIRST_NODE
 
 log = logging.getLogger("keel.server")
 
@@ -170,7 +171,7 @@ def prepare(
     entries = shown_entries(roster)
     is_simulated = any(entry.num_partitions for entry in entries)
     if isinstance(roster, SimulatedRoster):
-        strategy.partition_sizes = ByName(roster, lambda entry: entry.num_examples)
+        strategy.partition_sizes = ByName(roster, lambda n: int(roster.sizes[n, 0]))
     elif is_simulated:
         strategy.partition_sizes = partition_sizes(config, entries)
     known = roster.label_counts if isinstance(roster, SimulatedRoster) else None
@@ -180,7 +181,7 @@ def prepare(
     monitor = None
     if config.rounds.diagnostics:
         architectures = (
-            ByName(roster, lambda entry: entry.model)
+            ByName(roster, lambda n: roster[FIRST_NODE + n].model)
             if isinstance(roster, SimulatedRoster)
             else {entry.client: entry.model for entry in roster.values()}
         )

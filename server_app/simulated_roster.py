@@ -8,7 +8,7 @@ import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import TypeVar
 
 import flwr
@@ -81,16 +81,31 @@ class SimulatedRoster(Mapping[int, RosterEntry]):
     def sizes(self) -> np.ndarray:
         """Each client's (training, local test) samples, [N, 2]."""
         total = self.parts.sizes
-        fraction = self.config.data.local_test_fraction
         num_test = np.zeros_like(total)
-        if fraction:  # of each class as `split_local_test`
-            labels = np.asarray(self.source.train.labels)[self.parts.indices]
-            owners = np.repeat(np.arange(self.num_clients), total)
-            pairs, counts = np.unique(owners * self.source.num_classes + labels, return_counts=True)
-            of_class = np.minimum(np.maximum(np.rint(fraction * counts), 1), counts - 1)
+        if self.config.data.local_test_fraction:
+            pairs, _, of_class = self._samples_of_classes()
             owner = pairs // self.source.num_classes
             num_test = np.bincount(owner, of_class, self.num_clients).astype(np.int64)
         return np.stack([total - num_test, num_test], axis=1)
+
+    def _samples_of_classes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Client x C + class of every class of every client, its samples, and those for the test.
+
+        The latter as `split_local_test` has them, [P] each.
+        """
+        fraction = self.config.data.local_test_fraction
+        labels = np.asarray(self.source.train.labels)[self.parts.indices]
+        owners = np.repeat(np.arange(self.num_clients), self.parts.sizes)
+        pairs, counts = np.unique(owners * self.source.num_classes + labels, return_counts=True)
+        num_test = np.minimum(np.maximum(np.rint(fraction * counts), 1), counts - 1)
+        return pairs, counts, num_test if fraction else np.zeros_like(counts)
+
+    def _training_counts(self) -> np.ndarray:
+        """Each client's training samples of each class, [N, C]."""
+        pairs, counts, num_test = self._samples_of_classes()
+        found = np.zeros(self.num_clients * self.source.num_classes, dtype=np.int32)
+        found[pairs] = counts - num_test
+        return found.reshape(self.num_clients, -1)
 
     @property
     def num_train(self) -> int:
@@ -106,18 +121,21 @@ class SimulatedRoster(Mapping[int, RosterEntry]):
 
     @property
     def label_counts(self) -> "ByName[list[int]]":
-        """Each client's training samples of each class, by name."""
-        return ByName(self, lambda entry: entry.label_counts)
+        """Each client's training samples of each class, by name; empty if they are withheld."""
+        if self.config.privacy.withholds_metrics:
+            return ByName(self, lambda number: [])
+        counts = cache(self._training_counts)  # when the first is read: few methods read them
+        return ByName(self, lambda number: counts()[number].tolist())
 
 
 class ByName(Mapping[str, T]):
-    """Client name to what `read` takes from its entry, computed when read."""
+    """Client name to what `read` makes of its number, computed when read."""
 
-    def __init__(self, roster: SimulatedRoster, read: Callable[[RosterEntry], T]) -> None:
+    def __init__(self, roster: SimulatedRoster, read: Callable[[int], T]) -> None:
         self.roster, self.read = roster, read
 
     def __getitem__(self, name: str) -> T:
-        return self.read(self.roster[FIRST_NODE + self.roster.names.number(name)])  # or KeyError
+        return self.read(self.roster.names.number(name))  # or KeyError
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.roster.names)

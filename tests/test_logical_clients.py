@@ -359,6 +359,8 @@ def test_the_computed_roster_is_what_clients_would_answer(keys):
     counts = [[e.num_examples, e.num_test_examples] for e in gathered.values()]
     assert roster.sizes.tolist() == counts
     assert roster.num_train == sum(n for n, _ in counts)
+    roster._entry = lambda number: pytest.fail("made an entry for a client's label counts")
+    assert dict(roster.label_counts) == {e.client: e.label_counts for e in gathered.values()}
     check_simulated_roster(roster, bool(config.data.local_test_fraction))
     if not config.data.local_test_fraction:
         with pytest.raises(ValueError, match="client client-0000 has no local test part"):
@@ -374,7 +376,7 @@ def test_scaffold_weighs_without_an_entry_of_each_client(weighting):
     made, entry = [], roster._entry
     roster._entry = lambda number: made.append(number) or entry(number)
     current = {name: array.clone() for name, array in model.state_dict().items()}
-    sizes = ByName(roster, lambda each: each.num_examples)
+    sizes = ByName(roster, lambda n: int(roster.sizes[n, 0]))
     replies = []
     for k in (1, 4):
         torch.manual_seed(k)
