@@ -76,6 +76,11 @@ def obstacle(method: Method, config: RunConfig, model: nn.Module) -> str:
         return "compile = true compiles the network of one client"
     if any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules()):
         return f"model = {config.model.model!r} has dropout, whose masks are drawn client by client"
+    norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
+    if any(norm.track_running_stats and norm.momentum is None for norm in norms):
+        return (
+            f"model = {config.model.model!r} has BatchNorm without momentum, which counts batches"
+        )
     tensors = model.state_dict(keep_vars=True).values()
     if len(set(map(id, tensors))) < len(tensors):
         return f"model = {config.model.model!r} has weights that several of its layers share"

@@ -395,6 +395,15 @@ def test_tied_weights_are_refused():
         check_stackable(method_of(config), config, torch.nn.Sequential(shared, shared))
 
 
+def test_batchnorm_without_momentum_is_refused():
+    """It failed in round 1, with vmap's words."""
+    config = make_config(clients_per_step=2)
+    check_stackable(method_of(config), config, torch.nn.Sequential(torch.nn.BatchNorm2d(2)))
+    counting = torch.nn.Sequential(torch.nn.BatchNorm2d(2, momentum=None))
+    with pytest.raises(ValueError, match=r"has BatchNorm without momentum.*set it to 1"):
+        check_stackable(method_of(config), config, counting)
+
+
 @pytest.mark.parametrize("kind", [torch.nn.Dropout, torch.nn.Dropout2d, torch.nn.AlphaDropout])
 def test_dropout_is_refused_and_one_client_a_step_never(kind):
     dropout = torch.nn.Sequential(kind(0.5))
