@@ -566,9 +566,10 @@ def check_unchanged(training: Training) -> None:
 
 
 def copy_shared(update: Update, ctx: RoundContext) -> None:
-    """Replace the update's arrays in memory that changes: a network's, where other clients train.
+    """Copy the update's arrays that lie in memory which changes later.
 
-    So is client state in the memory of the received arrays, which the server may change later.
+    That is the memory of a network, in which other clients train, and, for client state, also that
+    of the received arrays, which the server may change.
     """
     shared = {
         tensor.untyped_storage().data_ptr()

@@ -87,7 +87,7 @@ def checked_workers(
     is_stateful = method_of(config).is_stateful
     split = split_over_clients(config, num_clients).digest()
     folder = directory if is_stateful else None
-    return workers_in(replies, lambda: data_digest(source), folder, split)
+    return workers_in(replies, lambda: data_digest(source), folder, split, config.data.partition)
 
 
 @contextmanager
@@ -108,12 +108,13 @@ def workers_in(
     server_data: Callable[[], str],
     shared: Path | None,
     split: str = "",
+    partition: str = "",
 ) -> list[WorkerOnNode]:
     """The workers that these replies describe.
 
     server_data: the digest of the server's data. shared: the directory that client state is stored
-    in, None if there is none. split: the digest of the server's split. ValueError, one line, as
-    `checked_workers`.
+    in, None if there is none. split: the digest of the server's split. partition: the key that
+    chose it. ValueError, one line, as `checked_workers`.
     """
     workers = []
     for reply in replies:
@@ -127,9 +128,9 @@ def workers_in(
             )
         if report.split != split:
             raise ValueError(
-                f"worker on {reply.node}: it splits the data over the clients in another way (its "
-                f"split has the digest {report.split}, the server's {split}): the function of the "
-                "partition has to depend on its arguments alone, and draw from its `seed`"
+                f"worker on {reply.node}: partition = {partition!r} splits the data in another way "
+                f"there (digest {report.split}, the server's {split}): its function may depend on "
+                "nothing but its arguments, and may draw only from `seed`"
             )
         if shared and not report.has_directory:
             raise ValueError(

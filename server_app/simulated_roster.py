@@ -89,9 +89,10 @@ class SimulatedRoster(Mapping[int, RosterEntry]):
         return np.stack([total - num_test, num_test], axis=1)
 
     def _samples_of_classes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Client x C + class of every class of every client, its samples, and those for the test.
+        """(key, samples, local test samples) of each class that a client has, [P] each.
 
-        The latter as `split_local_test` has them, [P] each.
+        key: the client's number times C, plus the class. As many test samples as
+        `split_local_test` takes.
         """
         fraction = self.config.data.local_test_fraction
         labels = np.asarray(self.source.train.labels)[self.parts.indices]

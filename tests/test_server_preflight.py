@@ -65,14 +65,17 @@ def test_a_report_is_read_back_as_it_was_sent():
     [
         (replace(GOOD, data="e"), "has the digest e, the server's d"),
         (replace(GOOD, has_directory=False), "worker on 10.0.0.2 does not see /runs"),
-        (replace(GOOD, split="t"), "splits the data over the clients in another way .* t, .* s"),
+        (
+            replace(GOOD, split="t"),
+            "partition = 'mine' splits the data in another way there .* t, .* s",
+        ),
     ],
 )
 def test_what_gives_another_model_is_refused(report, message):
     folder = Path("/runs")
     assert workers_in([reply(GOOD)], lambda: "d", folder, "s") == [WorkerOnNode("10.0.0.2", GOOD)]
     with pytest.raises(ValueError, match=message):
-        workers_in([reply(GOOD), reply(report)], lambda: "d", folder, "s")
+        workers_in([reply(GOOD), reply(report)], lambda: "d", folder, "s", "mine")
 
 
 def test_what_a_method_does_not_need_is_not_asked_for():
