@@ -314,6 +314,26 @@ def history_of(keys: Keys, num_clients: int, *observers: RunObserver) -> list[Li
         return read_history(path)
 
 
+def untrained_keys(method: str, model: str, num_clients: int, home: Path) -> Keys:
+    """The keys of rounds in which nothing is trained or evaluated; FedReCo still takes a gradient.
+
+    home: where the random images are stored.
+    """
+    keys: Keys = {
+        "source": random_source(home, 20 * num_clients),
+        "partition": "iid",
+        "method": method,
+        "model": model,
+        "local-epochs": 0,
+        "evaluate-every": 1000,
+        "device": "cpu",
+    }
+    if method == "fedreco":
+        keys |= {"fedreco.k-u": "0 steps", "fedreco.k-v": "0 steps"}
+        keys |= {"local-test-fraction": 0.2, "evaluate-clients": "cohort"}
+    return keys
+
+
 def untrained(options: BenchOptions) -> Iterator[Row]:
     """Processor milliseconds of an inline round of UNTRAINED, without training or evaluation.
 
@@ -324,21 +344,11 @@ def untrained(options: BenchOptions) -> Iterator[Row]:
     for method, model, num_clients in UNTRAINED[: 2 if options.is_quick else None]:
         costs = []
         for snapshot_every in (1, 1000):
-            keys: Keys = {
-                "source": random_source(options.home, 20 * num_clients),
-                "partition": "iid",
-                "method": method,
-                "model": model,
-                "local-epochs": 0,
+            keys = untrained_keys(method, model, num_clients, options.home) | {
                 "num-rounds": NUM_NOTED_ROUNDS + (2 if options.is_quick else 6),
-                "evaluate-every": 1000,
-                "device": "cpu",
                 "snapshot-every": snapshot_every,
                 "keep-state": False,
             }
-            if method == "fedreco":
-                keys |= {"fedreco.k-u": "0 steps", "fedreco.k-v": "0 steps"}
-                keys |= {"local-test-fraction": 0.2, "evaluate-clients": "cohort"}
             clock = RoundClock()
             lines = history_of(keys, num_clients, clock)
             if failed := [line["left_out"] for line in lines if line["left_out"]]:
