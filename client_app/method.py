@@ -130,6 +130,9 @@ class Method:
     duration_keys: ClassVar[Sequence[str]] = ("local-epochs",)
     """Keys that say how long a client trains in each round: epochs, or a `duration()`."""
 
+    rate_keys: ClassVar[Sequence[str]] = ("lr",)
+    """Keys of the learning rates of local training."""
+
     equals_fedavg_at: ClassVar[Mapping[str, float]] = {}
     """Option values with which the trained model is FedAvg's, bit for bit; a test checks this. A
     local objective's penalty is not computed then."""

@@ -21,6 +21,12 @@ def keys_without_effect(config: RunConfig, keys: Collection[str]) -> list[str]:
         table, dot, _ = key.partition(".")
         if dot and table in tables and table not in in_use.values():
             lines.append(f"{key} has no effect: {tables[table]} is {in_use[tables[table]]}")
+    options = config.method_options()
+    for key, instead in (("local-epochs", options.duration_keys), ("lr", options.rate_keys)):
+        if key in keys and key not in instead:
+            lines.append(
+                f"{key} has no effect: {rounds.method} has {' and '.join(instead)} instead"
+            )
     used = PARTITIONS[config.data.partition][1]
     for key in ("alpha", "classes-per-client", "shards-per-client"):
         if key in keys and key.replace("-", "_") not in used:

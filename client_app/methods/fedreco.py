@@ -68,6 +68,7 @@ class FedReCo(Method):
     has_own_server_half: ClassVar[bool] = True
     default_weighting: ClassVar[str] = "uniform"
     duration_keys: ClassVar[tuple[str, ...]] = ("fedreco.k-u", "fedreco.k-v")
+    rate_keys: ClassVar[tuple[str, ...]] = ("fedreco.eta-u", "fedreco.eta-v")
     client_state: ClassVar[str] = "its whole model"
     regularises: ClassVar[str] = "representation at the split, towards the shared extractor's"
     paper: ClassVar[str] = "FedReCo"

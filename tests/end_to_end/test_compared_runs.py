@@ -385,6 +385,18 @@ def test_options_that_make_no_sense_are_one_line_before_anything_is_trained(give
             ["shards-per-client has no effect: partition is dirichlet"],
         ),
         ({"partition": "shards", "shards-per-client": 3}, []),
+        (
+            {"method": "fedreco", "local-epochs": 5, "lr": 0.1},
+            [
+                "local-epochs has no effect: fedreco has fedreco.k-u and fedreco.k-v instead",
+                "lr has no effect: fedreco has fedreco.eta-u and fedreco.eta-v instead",
+            ],
+        ),
+        (
+            {"method": "fedpac", "local-epochs": 5, "lr": 0.1},
+            ["local-epochs has no effect: fedpac has fedpac.extractor-epochs instead"],
+        ),
+        ({"method": "ditto", "local-epochs": 5, "lr": 0.1}, []),
         ({"preset": "fedreco-table1-fmnist"}, []),
         ({"evaluate-global": False}, ["nothing is evaluated"]),
         ({"evaluate-global": False, "evaluate-clients": "all"}, []),

@@ -55,6 +55,7 @@ def test_the_catalogue_says_what_the_class_says(name):
     declared = {f"{name}.{key_of(f)}" for f in written}
     assert declared == {key for key in default_config() if key.startswith(f"{name}.")}
     assert {*spec.options.duration_keys} == {*cls.duration_keys} <= {"local-epochs", *declared}
+    assert {*spec.options.rate_keys} == {*cls.rate_keys} <= {"lr", *declared}
 
 
 @each_method
