@@ -67,6 +67,7 @@ class FedReCo(Method):
     supports_batch_norm: ClassVar[bool] = False
     has_own_server_half: ClassVar[bool] = True
     default_weighting: ClassVar[str] = "uniform"
+    shared_part: ClassVar[str] = "extractor"
     duration_keys: ClassVar[tuple[str, ...]] = ("fedreco.k-u", "fedreco.k-v")
     rate_keys: ClassVar[tuple[str, ...]] = ("fedreco.eta-u", "fedreco.eta-v")
     client_state: ClassVar[str] = "its whole model"

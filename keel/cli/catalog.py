@@ -152,7 +152,9 @@ def in_words(flags: Row) -> str:
         "": named(("is_", "has_", "sends_"), value=True),
         "supports ": named(("supports_",), value=True),
         "does not support ": named(("supports_",), value=False),
-        "weighted by ": flags["default_weighting"],
+        "weighted ": {"examples": "by examples", "uniform": "uniformly"}[
+            flags["default_weighting"]
+        ],
         "shares ": flags["shared_part"],
     }
     return "; ".join(words + found for words, found in parts.items() if found)

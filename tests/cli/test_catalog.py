@@ -129,6 +129,8 @@ def test_the_capabilities_of_a_method_are_one_short_line(printed):
     assert "stateful, personal" in line
     assert "; supports mixed architectures" in line
     assert "; does not support server optimizer" in line
+    assert line.endswith("; weighted uniformly; shares extractor")  # only u_0's gradient travels
+    assert "; weighted by examples; shares model" in printed("methods", "fedprox")
     assert "=" not in line
     assert as_json(printed, "methods", "fedreco")["capabilities"]["is_personal"] is True
 
