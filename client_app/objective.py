@@ -133,7 +133,8 @@ class PreviousModelObjective(LocalObjective):
     def first_previous(self, ctx: RoundContext) -> Arrays | None:
         """None for "received"; the run's initial weights for "initial", random ones for "official".
 
-        In round 1 always None: there the received model is the initial one, or there is no term.
+        In round 1 always None: the received model is then the initial one, and MOON's code has no
+        contrast yet.
         """
         if self.first_use == "received" or ctx.round == 1:
             return None

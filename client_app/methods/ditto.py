@@ -7,8 +7,8 @@ sent. w: the received global model.
 
     v <- v - eta ( grad CE(v) + lambda (v - w) )
 
-lambda: 1 in the authors' script, chosen from 0.1, 1 and 2; 0.1 in FedCR's code and in the presets
-of FedReCo's tables, which give the personal model as many epochs as the global one.
+lambda: the authors' script uses 1, or chooses 0.1, 1 or 2 on validation data. FedCR's code and the
+presets of FedReCo's tables use 0.1 and give the personal model as many epochs as the global one.
 
 Each round trains a copy of w as FedAvg does, then v_i (the authors' code alternates between the two
 batch by batch). Only the copy of w is sent, so the global model is identical to FedAvg's.
@@ -46,7 +46,7 @@ class Ditto(LocalObjective):
     lambda_: float = option(
         at_least(0),
         "weight of the squared distance to the global model",
-        source="authors' code: chosen from 0.1, 1 and 2",
+        source="authors' code: 1, or chosen from 0.1, 1 and 2",
         key="lambda",
     )
     personal_epochs: int = option(at_least(0), "epochs on the personal model in each round")

@@ -3,7 +3,8 @@
 Collins et al., "FedAvg with Fine Tuning", NeurIPS 2022, arXiv 2205.13692.
 Aggregation: weighted average. Client state: none; the tuned model is discarded after evaluation.
 The FedReCo paper does not say what is tuned. The default is the head, for 10 epochs at the run's
-learning rate, as in FedRep's and FedCR's code; `part = "full"` tunes the whole model.
+learning rate, with its decays, as in FedRep's and FedCR's code. `part = "full"` tunes the whole
+model; an `lr` above 0 is constant.
 """
 
 from collections.abc import Mapping
@@ -33,7 +34,7 @@ class FedAvgFT(FedAvg):
     epochs: int = option(
         at_least(0), "epochs of tuning at evaluation", source="the code of FedRep and FedCR: 10"
     )
-    lr: float = option(at_least(0), "learning rate of tuning; 0: the run's")
+    lr: float = option(at_least(0), "constant learning rate of tuning; 0: the run's")
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """The received model, tuned on this client's training samples."""

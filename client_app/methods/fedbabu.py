@@ -5,8 +5,9 @@ ICLR 2022, arXiv 2106.06042.
 Aggregation: uniform average of the extractors. Client state: none; the common head comes from the
 run's seed.
 
-For evaluation each client fine-tunes a copy: by default the whole model, for 5 epochs at learning
-rate 0.001, as in the authors' notebook. `fedper-like = true` trains a private head together with
+For evaluation each client fine-tunes a copy: by default the whole model, for 5 epochs at the
+constant learning rate 0.001, with momentum 0.9 and without weight decay, as in the authors'
+notebook. `fedper-like = true` trains a private head together with
 the extractor instead, and stores the head as client state; this is FedPer, which FedCR's code calls
 FedBABU.
 """
@@ -47,7 +48,7 @@ class FedBABU(Method):
 
     part: str = option(one_of("full", "head", "extractor"), "what is tuned at evaluation")
     epochs: int = option(at_least(0), "epochs of tuning at evaluation", source="authors' notebook")
-    lr: float = option(more_than(0), "learning rate of tuning", source="authors' notebook")
+    lr: float = option(more_than(0), "constant learning rate of tuning", source="authors' notebook")
     fedper_like: bool = option(
         true_or_false(), "train a private head with the extractor, as in FedPer"
     )

@@ -8,10 +8,10 @@ f: features (the head's input); p(k): this client's class frequencies; mu_k: its
 features; h[k] = p(k) mu_k; v: the variance of h.
 
 Each round starts from the received extractor: compute h and v; train the head for one epoch at
-`head-lr`; train the extractor for `extractor-epochs` on CE + lambda MSE(f, t_y); compute the class
-means with the trained model. t_y is the global prototype of the label or, where there is none, this
-client's own mean before training. The first round has no alignment term. MSE is the mean over batch
-and features, as in the authors' code.
+`head-lr`, which does not decay; train the extractor for `extractor-epochs` on
+CE + lambda MSE(f, t_y); compute the class means with the trained model. t_y is the global prototype
+of the label or, where there is none, this client's own mean before training. The first round has no
+alignment term. MSE is the mean over batch and features, as in the authors' code.
 """
 
 from collections.abc import Mapping, Sequence
@@ -67,7 +67,9 @@ class FedPAC(Method):
     lambda_: float = option(
         at_least(0), "weight of the feature alignment", source="authors' code: 1", key="lambda"
     )
-    head_lr: float = option(more_than(0), "learning rate of the head", source="authors' code: 0.1")
+    head_lr: float = option(
+        more_than(0), "constant learning rate of the head", source="authors' code: 0.1"
+    )
     extractor_epochs: int = option(at_least(0), "epochs on the extractor in each round")
 
     def check_roster(self, label_counts: Mapping[str, Sequence[int]]) -> str:
@@ -79,7 +81,7 @@ class FedPAC(Method):
         return (
             f"fedpac: {len(named)} of {num_of('client', lacking)} "
             f"lack{'s' * (len(named) == 1)} classes: {shortened(named)}. "
-            "Their rows of h are zero for these, and their prototypes come from the others"
+            "For these classes their rows of h are zero, and the prototypes come from other clients"
         )
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:

@@ -8,11 +8,11 @@ s_ij = <phi(x_i), phi(x_j)>; the positives of anchor i are the other samples of 
 the option `threshold`.
 
 `mining = "all"` is eq. (5), with the mean over positives instead of the sum. `mining = "hard"` is
-the authors' code, which produced their tables: it uses only the least similar positive (in the
-contrast the anchor itself if it has none; it then has no penalty) and the two most similar samples
-of other classes, and averages over all anchors. `beta = 0` is FedSCL, eq. (2); `levels = "last"` is
-the ablation of Table 4. `pre-activation` takes each level before its final ReLU, as the authors'
-code does; the paper does not specify it.
+the authors' code, which produced their tables: it uses only the least similar positive and the two
+most similar samples of other classes, and averages over all anchors. An anchor without a positive
+is its own positive in the contrast and has no penalty. `beta = 0` is FedSCL, eq. (2);
+`levels = "last"` is the ablation of Table 4. `pre-activation` takes each level before its final
+ReLU, as the authors' code does; the paper does not specify it.
 
 The second logarithm of eq. (5) is at least 1/tau (20 for tau = 0.05). This constant has no
 gradient, so the losses here, and the penalty that a run records, omit it and are lower by beta/tau.

@@ -12,9 +12,10 @@ u_i: extractor of this client; v_i: its head; u_0: the shared extractor; h: the 
 
 Only arrays shaped like u_0 are sent, so u_i may be any architecture with the same representation
 width (`client-models`, or a node's own): docs/concepts/representation-regularisation.md lists the
-widths. The run's momentum and weight decay apply to the steps on u_i and v_i; with both 0 the steps
-are exactly eqs. (6) and (7). The preset uses momentum 0.9. The paper's learning rates and batch
-size are in an appendix that is not public.
+widths. The run's momentum, weight decay, gradient clipping and learning rate decays apply to the
+steps on u_i and v_i, with eta_u and eta_v in place of `lr`; without them the steps are exactly
+eqs. (6) and (7). eta_0 does not decay. The preset uses momentum 0.9. The paper's learning rates and
+batch size are in an appendix that is not public.
 """
 
 from collections.abc import Mapping
@@ -84,8 +85,12 @@ class FedReCo(Method):
     eta_u: float = option(at_least(0), "learning rate of the extractor u_i", source="eq. (7)")
     eta_v: float = option(at_least(0), "learning rate of the head v_i", source="eq. (6)")
     eta_0: float = option(at_least(0), "the server's learning rate of u_0", source="eq. (8)")
-    k_u: str = option(duration(), "steps on u_i in each round", source="Algorithm 1; 1 epoch")
-    k_v: str = option(duration(), "steps on v_i in each round", source="Algorithm 1; 1 epoch")
+    k_u: str = option(
+        duration(), "steps on u_i in each round", source="Algorithm 1; the paper: 1 epoch"
+    )
+    k_v: str = option(
+        duration(), "steps on v_i in each round", source="Algorithm 1; the paper: 1 epoch"
+    )
 
     def split_stage(self, model: StagedModel) -> str:
         """The last stage of the extractor: `split`, or all stages."""
