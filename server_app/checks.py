@@ -9,6 +9,14 @@ from protocol.config import RunConfig
 from protocol.options import OptionValue
 from protocol.server_optimizers import SERVER_OPTIMIZERS
 
+PARTITION_KEYS = {  # and what the functions of `PARTITIONS` call them
+    "alpha": "alpha",
+    "balanced-order": "order",
+    "classes-per-client": "classes_per_client",
+    "min-samples": "min_size",
+    "shards-per-client": "shards_per_client",
+}
+
 
 def keys_without_effect(config: RunConfig, keys: Collection[str]) -> list[str]:
     """A line for each of these keys that this run does not read."""
@@ -27,9 +35,12 @@ def keys_without_effect(config: RunConfig, keys: Collection[str]) -> list[str]:
             lines.append(
                 f"{key} has no effect: {rounds.method} has {' and '.join(instead)} instead"
             )
+    batches = config.train.batches_per_epoch
+    if batches and "batch-size" in keys:
+        lines.append(f"batch-size has no effect: batches-per-epoch is {batches}")
     used = PARTITIONS[config.data.partition][1]
-    for key in ("alpha", "classes-per-client", "shards-per-client"):
-        if key in keys and key.replace("-", "_") not in used:
+    for key, option in PARTITION_KEYS.items():
+        if key in keys and option not in used:
             lines.append(f"{key} has no effect: partition is {config.data.partition}")
     return lines
 

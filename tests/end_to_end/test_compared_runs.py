@@ -386,6 +386,20 @@ def test_options_that_make_no_sense_are_one_line_before_anything_is_trained(give
         ),
         ({"partition": "shards", "shards-per-client": 3}, []),
         (
+            {"partition": "iid", "balanced-order": "sequential", "min-samples": 5},
+            [
+                "balanced-order has no effect: partition is iid",
+                "min-samples has no effect: partition is iid",
+            ],
+        ),
+        ({"partition": "dirichlet", "min-samples": 5}, []),
+        ({"partition": "dirichlet-balanced", "balanced-order": "sequential"}, []),
+        (
+            {"preset": "fedrcl-table1-cifar10", "batch-size": 32},
+            ["batch-size has no effect: batches-per-epoch is 10"],
+        ),
+        ({"preset": "fedrcl-table1-cifar10", "batch-size": 32, "batches-per-epoch": 0}, []),
+        (
             {"method": "fedreco", "local-epochs": 5, "lr": 0.1},
             [
                 "local-epochs has no effect: fedreco has fedreco.k-u and fedreco.k-v instead",
