@@ -19,6 +19,7 @@ from torch import Tensor
 
 from client_app.objective import Batch, LocalObjective
 from models import StagedModel
+from protocol.config import RunConfig
 from protocol.options import at_least, more_than, option, true_or_false
 
 
@@ -65,6 +66,12 @@ class FedNTD(LocalObjective):
                 f"fedntd.beta = {self.beta!r} with fedntd.convex = true: cross entropy is weighted "
                 "by 1 - beta, so beta must be below 1; FedRCL's tables use 0.3"
             )
+
+    def warning(self, config: RunConfig, num_samples: Mapping[str, int]) -> str:
+        """A warning if a temperature is set for the convex form, which has none."""
+        if not self.convex or self.tau == 1:
+            return ""
+        return f"fedntd.tau has no effect: fedntd.convex = true has tau 1, not {self.tau!r}"
 
     def layers(self, model: StagedModel) -> list[str]:
         """The logits."""

@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
-from client_fixtures import batch_of
+from client_fixtures import batch_of, make_config
 from method_fixtures import cross_entropy, kl, labels, random, softmax, trains_as_fedavg
 
+from client_app.methods import method_of
 from client_app.methods.fedntd import FedNTD, not_true_divergence
 
 
@@ -26,6 +27,14 @@ def test_fedntds_divergence_is_the_formula_in_loops(tau):
     z, z_g, y = random(6, 5, seed=1, scale=2), random(6, 5, seed=2, scale=2), labels(6, 5)
     expected = ntd_in_loops(z, z_g, y, tau)
     assert not_true_divergence(z, z_g, y, tau).item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("convex", "tau"), [(True, 3.0), (True, 1.0), (False, 3.0)])
+def test_a_temperature_that_the_convex_form_ignores_is_warned_of(convex, tau):
+    config = make_config(method="fedntd", fedntd__convex=convex, fedntd__beta=0.3, fedntd__tau=tau)
+    warning = method_of(config).warning(config, {"a": 10})
+    expected = "fedntd.tau has no effect: fedntd.convex = true has tau 1, not 3.0"
+    assert warning == (expected if convex and tau != 1 else "")
 
 
 def test_fedntds_known_number():
