@@ -169,6 +169,10 @@ class Method:
         """Whether a round's result depends on how many rounds the run has."""
         return False
 
+    def is_tuned_for_evaluation(self) -> bool:
+        """Whether `personal_model` trains the model once more; that training is not stored."""
+        return False
+
     def model_parts(self) -> ModelParts:
         """What this method adds to the plain model."""
         return ModelParts()

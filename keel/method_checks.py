@@ -399,7 +399,7 @@ def flags_are_consistent(subject: Subject) -> None:
         f"{'returns None' if personal is None else 'returns a model'}",
     )
     stored = stored_model(update.state, ctx.received)
-    if stored and isinstance(personal, StagedModel):
+    if stored and isinstance(personal, StagedModel) and not method.is_tuned_for_evaluation():
         require(
             not difference(stored, dict(personal.state_dict())),
             "personal_model returns another model than `keel predict --client` reads from client "

@@ -146,7 +146,7 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
     name = config.model.model
     if client:
         method = method_of(config)
-        if method.depends_on_num_rounds() and method.is_personal:
+        if method.is_tuned_for_evaluation() and method.depends_on_num_rounds():
             raise ValueError(
                 f"client = {client!r}: the personal heads were tuned for the last evaluation "
                 f"({config.rounds.method}.final-head-epochs > 0) and are not stored"
@@ -167,9 +167,19 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
                 )
             elif lines and (lost := lost_rounds(path, done, config.rounds.num_rounds)):
                 why = lost
+            if method.is_personal and not method.is_stateful:
+                why = (
+                    f"with {config.rounds.method} a client's model is made from the global one at "
+                    "each evaluation and is not stored: leave out the client"
+                )
             if not method.is_personal:
                 why = f"{config.rounds.method} trains a global model only: leave out the client"
             raise ValueError(f"client = {client!r}: {why}")
+        if method.is_tuned_for_evaluation():
+            log.warning(
+                "%s's model is as training left it: the fine-tuning for evaluation is not stored",
+                client,
+            )
         arrays, name = own, about.get(f"model of {client}", name)
         if about.get("client-models"):  # of too many simulated clients to list
             node_config = {"partition-id": int(client.rpartition("-")[2])}

@@ -36,6 +36,10 @@ class FedAvgFT(FedAvg):
     )
     lr: float = option(at_least(0), "constant learning rate of tuning; 0: the run's")
 
+    def is_tuned_for_evaluation(self) -> bool:
+        """With `epochs`."""
+        return self.epochs > 0
+
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """The received model, tuned on this client's training samples."""
         ctx.model.load_state_dict(ctx.received)

@@ -53,6 +53,10 @@ class FedBABU(Method):
         true_or_false(), "train a private head with the extractor, as in FedPer"
     )
 
+    def is_tuned_for_evaluation(self) -> bool:
+        """With `epochs`."""
+        return self.epochs > 0
+
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """The received extractor and its head, tuned on this client's training samples."""
         model = with_own_head(ctx, state)

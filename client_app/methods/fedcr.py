@@ -158,6 +158,10 @@ class FedCR(Method):
         """The last round tunes the heads with `final-head-epochs`."""
         return self.final_head_epochs > 0
 
+    def is_tuned_for_evaluation(self) -> bool:
+        """After the last round, with `final-head-epochs`."""
+        return self.final_head_epochs > 0
+
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> nn.Module:
         """The network with sampled features, its head tuned after the last round if configured."""
         model = with_own_head(ctx, state)

@@ -51,6 +51,10 @@ class FedRep(Method):
         """The last round tunes the heads with `final-head-epochs`."""
         return self.final_head_epochs > 0
 
+    def is_tuned_for_evaluation(self) -> bool:
+        """After the last round, with `final-head-epochs`."""
+        return self.final_head_epochs > 0
+
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """The received extractor and its own head, tuned after the last round if so configured."""
         model = with_own_head(ctx, state)

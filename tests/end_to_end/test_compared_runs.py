@@ -258,6 +258,25 @@ def test_heads_tuned_for_the_last_evaluation_are_not_handed_out_as_if_they_were_
         load_model(path, client="client-0000")
 
 
+@pytest.mark.parametrize("epochs", [0, 5])
+def test_a_loaded_model_without_the_fine_tuning_of_its_evaluation_is_warned_of(epochs, caplog):
+    keys = {"fedbabu__fedper_like": True, "fedbabu__epochs": epochs}
+    load_model(run("fedbabu", num_rounds=3, **keys), client="client-0000")
+    said = (
+        "client-0000's model is as training left it: the fine-tuning for evaluation is not stored"
+    )
+    assert (said in caplog.text) == (epochs > 0)
+
+
+@pytest.mark.parametrize("method", ["fedbabu", "fedavg-ft"])
+def test_a_model_that_is_made_for_each_evaluation_only_is_refused_with_the_reason(method):
+    with pytest.raises(ValueError, match="is not stored: leave out the client") as refused:
+        load_model(run(method, num_rounds=1), client="client-0000")
+    assert str(refused.value).startswith(
+        f"client = 'client-0000': with {method} a client's model is made from the global one"
+    )
+
+
 def test_private_heads_leave_no_global_model():
     path = run("fedbabu", num_rounds=3, **PERSONAL["fedbabu, private heads"])
     assert all("global" not in line for line in history_of(path))
