@@ -16,7 +16,7 @@ from protocol.text import in_one_line
 from server_app.diagnostics.comparison import Comparison, chosen_diagnostics, probe_of
 from server_app.diagnostics.plots import plot_models
 from server_app.history import finite_or_null
-from server_app.run_directory import read_arrays
+from server_app.run_directory import check_opens, read_arrays
 from server_app.summary import read_run_config
 from server_app.trained import check_rounds, read_model
 
@@ -105,6 +105,7 @@ def saved_model(run_dir: Path, model: str) -> tuple[str, Arrays]:
         raise ValueError(
             f"{model!r} is neither a client with state in {run_dir / 'clients'} nor a file"
         )
+    check_opens(path)
     try:
         arrays = load_file(path)
     except SafetensorError as error:

@@ -111,12 +111,23 @@ class SavedRun:
         if self.is_running:
             return RUNNING
         if not self.summary:
-            return f"{SUMMARY_FILE} is damaged" if self.has_summary else INTERRUPTED
+            return self._summary_fault()
         status = str(self.summary.get("status"))
         is_cut = status in (STARTING, RUNNING) or (
             status == FINISHED and not has_finished(self.directory)
         )
         return INTERRUPTED if is_cut else status
+
+    def _summary_fault(self) -> str:
+        """The state of a run that has no summary, or one that cannot be read."""
+        if not self.has_summary:
+            return INTERRUPTED
+        with suppress(*DAMAGE):
+            try:
+                read_summary(self.directory)
+            except OSError as error:
+                return f"{SUMMARY_FILE}: {error.strerror}"
+        return f"{SUMMARY_FILE} is damaged"
 
     @property
     def rounds(self) -> int:

@@ -399,6 +399,13 @@ def read_arrays(path: Path) -> tuple[Arrays, dict[str, str]]:
 
 def read_safetensors(path: Path) -> tuple[Arrays, dict[str, Any]]:
     """(arrays under current names, metadata); raises one of UNREADABLE if it is damaged."""
+    check_opens(path)
     with safe_open(path, framework="pt") as file:
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return with_current_names(arrays), json.loads(file.metadata()["about"])
+
+
+def check_opens(path: Path) -> None:
+    """OSError with the reason if a file cannot be opened: safetensors calls each one missing."""
+    with path.open("rb"):
+        pass

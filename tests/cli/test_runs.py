@@ -346,7 +346,7 @@ def test_a_command_quotes_the_name_of_a_directory_that_was_renamed(two):
     ("file", "state"),
     [
         ("config.json", "config.json: Permission denied"),
-        ("summary.json", "summary.json is damaged"),
+        ("summary.json", "summary.json: Permission denied"),
         ("manifest.json", "finished"),
         ("history.jsonl", "finished"),
     ],

@@ -1,5 +1,6 @@
 """Diagnostics as part of a run, and as a command over saved models."""
 
+import errno
 import json
 import re
 import shutil
@@ -346,6 +347,24 @@ def test_the_command_refuses_in_one_line_what_it_cannot_measure(run, monkeypatch
         assert expected in line
         assert "\n" not in line
     assert not output.exists()
+
+
+def test_the_command_says_why_a_model_cannot_be_read(run, monkeypatch, capsys, tmp_path):
+    """Of another user's file it was said that there is none."""
+    folder = run({"num-rounds": 1})
+    own, theirs, opened = folder / "model.safetensors", tmp_path / "theirs", Path.open
+    theirs.touch()
+    for refused, words in ((own, [folder]), (theirs, [folder, theirs])):
+
+        def refusing(path, *how, refused=refused, **options):  # root may read all
+            if path == refused:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return opened(path, *how, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", refusing)
+            assert command(patch, *words) == 1
+        assert capsys.readouterr().err == f"error: {refused}: Permission denied\n"
 
 
 @pytest.mark.parametrize(
