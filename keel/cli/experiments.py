@@ -223,7 +223,7 @@ def verify_command(
     RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one; or a directory of several.
     """
     directory = Path(run).expanduser()
-    if not run or not directory.is_dir():
+    if not directory.is_dir():
         directory = find_run(run).directory
     from keel.experiments.verify import verify
 

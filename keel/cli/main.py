@@ -16,6 +16,7 @@ from typing import Annotated, Any, TextIO, cast
 
 import click
 import typer
+from click.core import ParameterSource
 from typer.core import TyperGroup
 
 from protocol.text import printable
@@ -68,7 +69,28 @@ def load(name: str) -> click.Command:
         command = command.commands[name]
     if isinstance(command, TyperGroup):
         command.suggest_commands = False  # Click suggests them already
+    for each in command.commands.values() if isinstance(command, click.Group) else [command]:
+        for parameter in each.params:
+            if isinstance(parameter.type, click.Path) or parameter.name in ("run", "runs"):
+                parameter.callback = refuse_empty
     return command
+
+
+def refuse_empty(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    """The value; UsageError for an empty path or RUN, such as "$RUN" where that is not set.
+
+    It would be the current directory, or the newest run.
+    """
+    is_given = context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
+    if is_given and "" in (value if isinstance(value, list | tuple) else [value]):
+        name, what = parameter.human_readable_name.strip("[]."), "a path"
+        if isinstance(parameter, click.Option):
+            name = parameter.opts[0]
+        elif name == "RUN":
+            what = "a run"
+        rest = "" if parameter.required else ", or leave it out"
+        raise click.UsageError(f"{name} is empty: name {what}{rest}", context)
+    return value
 
 
 class LazyGroup(TyperGroup):

@@ -182,6 +182,25 @@ def test_an_argument_that_begins_with_a_dash_is_no_riddle(refusal):
     assert refusal("predict", "run", "-x.png") == line
 
 
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["list", ""], "DIRECTORY is empty: name a path, or leave it out"),
+        (["ui", "", "/no/such/directory"], "DIRECTORY is empty: name a path, or leave it out"),
+        (["export", "RUN", "--to", "csv", "--output="], "--output is empty: name a path, or"),
+        (["experiments", "list", "--output", ""], "--output is empty: name a path, or leave"),
+        (["predict", "RUN", ""], "IMAGE is empty: name a path"),
+        (["export", "", "--to", "csv"], "RUN is empty: name a run"),
+        (["experiments", "verify", ""], "RUN is empty: name a run"),
+        (["stop", ""], "RUN is empty: name a run, or leave it out"),
+        (["compare", "RUN", ""], "RUN is empty: name a run"),
+    ],
+)
+def test_an_empty_path_or_run_is_refused(words, fault, refusal):
+    """As of a shell's variable that is not set: it was the current directory or the newest run."""
+    assert refusal(*words).startswith(f"error: {fault}")
+
+
 def test_ctrl_c_while_keel_is_imported_is_no_traceback(monkeypatch):
     class Interrupted(ModuleType):
         def __getattr__(self, name):
