@@ -151,6 +151,16 @@ def curve_of(group: Group, view: View) -> Curve:
     return Curve(label, x, mean, spread, note)
 
 
+def note(view: View) -> str:
+    """What a curve of `chart` is."""
+    if view.by_seed:
+        return "One curve for each run."
+    return (
+        "Mean over the seeds that finished, or over all where none did; the band is ± one standard "
+        "deviation."
+    )
+
+
 def chart(groups: Iterable[Group], view: View) -> Figure:
     """The chosen curve of every group."""
     y = "loss" if is_loss(view) else "accuracy (%)"

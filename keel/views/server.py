@@ -298,6 +298,7 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
             "results": compare_page.result_rows(groups, view),
             "config": compare_page.config_rows(groups),
             "view": view,
+            "note": compare_page.note(view),
             "axes": compare_page.AXES,
             "ids": [entry.id for entry, _ in chosen],
             "num_left_out": len(set(ids)) - len(chosen),
@@ -319,7 +320,8 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
         with store.lock:
             view = view_of(request.query_params)
             content, groups = compared(ids, view)
-            html = {"tables": pages.get_template("compare_tables.html.j2").render(content)}
+            tables = pages.get_template("compare_tables.html.j2").render(content)
+            html = {"tables": tables, "note": content["note"]}
             now = digest_of([content["results"], content["config"], view])
             if now == request.query_params.get("version"):
                 return unchanged()

@@ -167,12 +167,15 @@ def test_curves_that_go_leave_the_chart(page):
     open_comparison(page, "fedavg-0", "clients")
     legend = page.locator("[data-chart=compare] .legendtext")
     together = sorted(legend.all_text_contents())
+    assert page.get_by_text("Mean over the seeds").is_visible()
     assert [name.split(",")[0] for name in together] == ["fedavg", "fedcka"]
     assert all("num-rounds" in name for name in together)
     page.check("[name=single]")
     legend.filter(has_text="fedavg-0").wait_for()
     apart = [f"{together[0]}, fedavg-0", f"{together[1]}, clients"]
     assert sorted(legend.all_text_contents()) == apart
+    page.get_by_text("One curve for each run.").wait_for()  # it was called a mean
+    assert page.get_by_text("Mean over the seeds").count() == 0
 
 
 def test_the_selection_is_exported_as_csv_latex_and_png(page, tmp_path):
