@@ -8,12 +8,14 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
+from tempfile import gettempdir
 
 import numpy as np
 from packaging.requirements import Requirement
 
 from client_app.worker_socket import worker_status
 from keel.deployment.findings import Finding, check, fine, problem, skipped
+from keel.runs import runs_directory
 from protocol.code import code_digest
 from protocol.config import keel_home, project_file, resolve_config
 from protocol.text import num_of
@@ -55,22 +57,34 @@ def check_versions(code: str = "") -> Iterator[Finding]:
 
 
 @check
-def check_disk(folder: Path) -> Iterator[Finding]:
-    """There is room, and write access, where state, runs and decoded data go."""
+def check_disk(folder: Path, remedy: str = "set KEEL_HOME") -> Iterator[Finding]:
+    """There is room, and write access, where state, runs, decoded data or temporary files go."""
     existing = next(p for p in (folder, *folder.parents) if p.exists())
     free = shutil.disk_usage(existing).free
     if free < min_disk_bytes:
         yield problem(
             f"disk: {free / GiB:.1f} GiB free at {folder}, expected {min_disk_bytes / GiB:.0f}: "
-            "make room, or set KEEL_HOME to another disk"
+            f"make room, or {remedy} to another disk"
         )
     elif not os.access(existing, os.W_OK):
         yield problem(
-            f"disk: {existing} is not writable for user id {os.getuid()}: change its owner, or set "
-            "KEEL_HOME to another directory"
+            f"disk: {existing} is not writable for user id {os.getuid()}: change its owner, or "
+            f"{remedy} to another directory"
         )
     else:
         yield fine(f"disk: {free / GiB:.1f} GiB free at {folder}")
+
+
+@check
+def check_disks(*others: tuple[Path, str]) -> Iterator[Finding]:
+    """Keel's home, and others, each with its remedy, on another file system or not writable."""
+    seen = set()
+    for folder, remedy in ((keel_home(), "set KEEL_HOME"), *others):
+        existing = next(p for p in (folder, *folder.parents) if p.exists())
+        disk = existing.stat().st_dev
+        if disk not in seen or not os.access(existing, os.W_OK):
+            yield from check_disk(folder, remedy)
+        seen.add(disk)
 
 
 @check
@@ -178,7 +192,7 @@ def check_runtime(
 ) -> Iterator[Finding]:
     """Everything where the code of a `server` or a `client` runs; data and worker if given."""
     yield from check_versions(code)
-    yield from check_disk(keel_home())
+    yield from check_disks(*[(runs_directory(), "set output-dir")] * (machine == "server"))
     if machine == "client":
         yield from check_device(device)
         if source:
@@ -278,7 +292,7 @@ def check_simulation() -> Iterator[Finding]:
     """Everything that a simulation on this machine needs."""
     yield from check_versions()
     yield from check_device("auto")
-    yield from check_disk(keel_home())
+    yield from check_disks((runs_directory(), "set output-dir"), (Path(gettempdir()), "set TMPDIR"))
     yield from check_memory()
     yield from check_ray()
     yield from check_entry_points()

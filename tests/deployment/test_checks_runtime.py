@@ -1,6 +1,7 @@
 """Checks of where Keel's code runs, for deployment and simulation."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from keel.deployment.checks_runtime import (
     check_entry_points,
     check_memory,
     check_ray,
+    check_simulation,
     check_versions,
     check_worker,
 )
@@ -37,6 +39,28 @@ def test_a_full_disk(tmp_path, monkeypatch):
     assert not result(check_disk(tmp_path / "not" / "yet"))[0]
     monkeypatch.setattr(checks_runtime, "min_disk_bytes", 2**60)
     assert "make room" in problem(check_disk(tmp_path))
+
+
+def test_other_disks_are_checked_and_a_folder_that_may_not_be_written(tmp_path, monkeypatch):
+    """Runs or temporary files on a full disk of their own were not found before a run failed."""
+    home, shared = tmp_path / "home", Path("/dev/shm")
+    monkeypatch.setenv("KEEL_HOME", str(home))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(checks_runtime, "min_disk_bytes", 0)
+    (home / "runs").mkdir(parents=True)
+
+    def disks():
+        return [f.text.partition(" free at ")[2] for f in check_simulation() if "disk:" in f.text]
+
+    assert disks() == [str(home)]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: path != home / "runs")
+        [found] = [f for f in check_simulation() if f.is_problem and "disk:" in f.text]
+        assert found.text.startswith(f"disk: {home / 'runs'} is not writable")
+        assert found.text.endswith("set output-dir to another directory")
+    if shared.is_dir() and shared.stat().st_dev != tmp_path.stat().st_dev:
+        monkeypatch.setattr(tempfile, "tempdir", str(shared))
+        assert disks() == [str(home), str(shared)]
 
 
 def test_a_device_that_is_not_there():
