@@ -659,6 +659,7 @@ def _validate_method(config: RunConfig) -> None:
     rounds, model, epsilon = config.rounds, config.model, config.privacy.epsilon
     name, method, server = rounds.method, config.method_options(), config.server_optimizer_options()
     has_batch_norm = MODELS[model.model].norm_layer(model.norm) == "batch"
+    remedy = MODELS[model.model].without_batch_norm(model.model)
     if 0 < epsilon < SMALLEST_EPSILON:
         raise ValueError(
             f"privacy.epsilon = {epsilon}: expected 0 (no noise) or at least {SMALLEST_EPSILON:g}; "
@@ -678,12 +679,12 @@ def _validate_method(config: RunConfig) -> None:
     if has_batch_norm and not method.supports_batch_norm:
         raise ValueError(
             f"model = {model.model!r} with BatchNorm: under {name} nobody updates the shared "
-            "model's running statistics, which would stay 0 and 1; norm has to be 'group'"
+            f"model's running statistics, which would stay 0 and 1; {remedy}"
         )
     if epsilon and has_batch_norm:
         raise ValueError(
             f"privacy.epsilon = {epsilon}: {model.model} with BatchNorm would send its statistics "
-            "without noise; norm has to be 'group'"
+            f"without noise; {remedy}"
         )
     if not method.supports_server_optimizer:
         for key, value, plain in (

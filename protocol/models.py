@@ -24,6 +24,15 @@ class ModelSpec:
         """The norm layer under the config's `norm`; "" for none."""
         return norm or next(iter(self.norms), "")
 
+    def without_batch_norm(self, name: str) -> str:
+        """How a config avoids BatchNorm in the model `name`."""
+        if "group" in self.norms:
+            return "norm has to be 'group'"
+        return (
+            f'{name} has no other norm layer: choose another model, or add "group" to its norms in '
+            "protocol/models.py"
+        )
+
     def check(self, name: str, norm: str, width: int) -> None:
         """ValueError, one line, for a `norm` or `width` that the model `name` does not have."""
         if norm and norm not in self.norms:

@@ -24,6 +24,7 @@ from protocol.config import (
     presets,
     resolve_config,
 )
+from protocol.models import MODELS, ModelSpec
 from protocol.options import (
     at_least,
     between,
@@ -350,6 +351,19 @@ def test_an_explicit_key_beats_the_preset_even_where_it_is_the_default():
     assert resolve_config({"preset": preset, "local-epochs": default}).train.local_epochs == default
     assert resolve_config({"preset": preset, "fedintr.mu": 1.0}).flat["fedintr.mu"] == 1.0
     assert resolve_config({"preset": preset}).rounds.preset == preset
+
+
+@pytest.mark.parametrize(
+    ("keys", "first"),
+    [({"method": "fedreco"}, "model = 'own' with"), ({"privacy.epsilon": 0.5}, "privacy.epsilon")],
+)
+def test_a_model_that_has_batch_norm_alone_is_not_told_to_use_another(monkeypatch, keys, first):
+    """Its norm had to be 'group', which was then refused."""
+    monkeypatch.setitem(MODELS, "own", ModelSpec(norms=("batch",)))
+    with pytest.raises(ValueError, match="own has no other norm layer: choose another") as found:
+        resolve_config({"model": "own"} | keys)
+    assert str(found.value).startswith(first)
+    assert "has to be 'group'" not in str(found.value)
 
 
 def test_a_preset_leaves_alone_what_it_does_not_set():
