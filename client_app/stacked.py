@@ -19,6 +19,8 @@ import functools
 import inspect
 import logging
 import operator
+import re
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,6 +47,7 @@ from protocol.options import types_of
 from protocol.text import in_one_line
 
 log = logging.getLogger("keel.client")
+OF_VMAP = re.compile("vmap|[Bb]atching rule")  # in its errors: of what it cannot batch
 Key = tuple[int, float, Hashable, int]  # batch size, learning rate, kind, place if it steps alone
 StepResult = tuple[set[str], Any]  # of g clients: names of the loss terms; observed, [g, ...]
 
@@ -340,8 +343,16 @@ class Stack:
             with forward_in(self.precision, self.device):
                 made = mapped(arrays, tensors, constants, options)
         except RuntimeError as error:
-            if not options or is_out_of_memory(error):
+            if is_out_of_memory(error) or not (options or OF_VMAP.search(str(error))):
                 raise
+            if not options:
+                what = in_one_line(error).partition(". ")[0].rstrip(".")
+                where = layer_in(error, swapped) or phase.terms.__qualname__
+                raise ValueError(
+                    f"{key_of_stack(self.config)} = {num_stacked(self.config)}: {where} cannot be "
+                    f"computed for several clients at once ({what}); "
+                    f"{without_stacking(self.config)}"
+                ) from error
             raise ValueError(
                 f"stacked-runs: {', '.join(options)} of {type(method).__name__} differs between "
                 "runs, and the loss can only calculate with it, not branch on it: compute what "
@@ -367,6 +378,16 @@ class Stack:
             total = self.sums.setdefault(name, value.new_zeros(len(self.models)))
             total[rows] += value.detach() * batch_size
         return set(terms), observed
+
+
+def layer_in(error: Exception, networks: nn.Module) -> str:
+    """The name of the innermost module of these networks that was called; "" for none."""
+    names = {module: name for name, module in networks.named_modules()}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    called = (frame.f_locals.get("self") for frame in reversed(frames))
+    found = (names.get(each, "") for each in called if isinstance(each, nn.Module))
+    name = next(filter(None, found), "")
+    return f"layer {name.removeprefix('model.')}" if "." in name else ""
 
 
 def by_itself(function: Callable[..., Any]) -> Callable[..., Any]:

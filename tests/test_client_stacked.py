@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from client_fixtures import assert_close, make_config, small_source, subject_of
+from client_fixtures import add_model, assert_close, make_config, small_source, subject_of
 from method_fixtures import METHODS
 from run_fixtures import without_pictures
 from safetensors.torch import load_file
 from torch.func import functional_call
+from torch.nn.utils.parametrizations import spectral_norm
 
 import client_app.process_cache
 import client_app.stacked
@@ -36,6 +37,7 @@ from client_app.stacked import (
 )
 from client_app.trainer import Duration, Phase, copy_of
 from keel.experiments.runs import identity
+from models.staged import Stage, Trunk
 from server_app.history import read_history
 from server_app.inline import InlineGrid, run_inline
 
@@ -438,6 +440,28 @@ def test_clients_that_received_different_arrays_are_refused():
     next(iter(ctxs[2].received.values())).add_(1)
     with pytest.raises(ValueError, match="client-0000 and client-0002 received different arrays"):
         together_of(method_of(config), ctxs)
+
+
+def spectral(input_shape):
+    """A network whose weight is divided by an estimate that each forward pass updates in place."""
+    convolution = spectral_norm(torch.nn.Conv2d(input_shape[0], 4, 3))
+    pool = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten())
+    return Trunk({"conv1": Stage(convolution, torch.nn.ReLU())}, pool, 16)
+
+
+def test_a_layer_that_vmap_cannot_batch_is_named(monkeypatch):
+    """Round 1 ended with vmap's words alone."""
+    add_model(monkeypatch, "spectral", spectral)
+    subject = subject_of("fedprox")
+    config = subject.config(model="spectral", clients_per_step=2, local_epochs=1)
+    ctxs = rounds_of(subject, config, ProcessCache(), sizes=(14, 14))
+    with pytest.raises(ValueError) as error:
+        together_of(method_of(config), ctxs)
+    assert re.fullmatch(
+        r"clients-per-step = 2: layer stages\.conv1\.body\.parametrizations\.weight\.0 cannot be "
+        r"computed for several clients at once \(.*[^.]\); set it to 1",
+        str(error.value),
+    )
 
 
 # --- on the inline engine -----------------------------------------------------------------------
