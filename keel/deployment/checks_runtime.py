@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 
 from client_app.worker_socket import worker_status
 from keel.deployment.findings import Finding, check, fine, problem, skipped
+from keel.deployment.superlink import PROGRAMS
 from keel.runs import runs_directory
 from protocol.code import code_digest
 from protocol.config import keel_home, project_file, resolve_config
@@ -258,8 +259,7 @@ def check_entry_points() -> Iterator[Finding]:
     """The programs that a run starts are those of this Python."""
     bin_dir = Path(sys.executable).parent
     path = f"{bin_dir}{os.pathsep}{os.environ.get('PATH', '')}"
-    programs = ("flwr", "flower-superlink", "flower-superexec", "flwr-serverapp", "flwr-simulation")
-    missing = [name for name in programs if not (bin_dir / name).exists()]
+    missing = [name for name in PROGRAMS if not (bin_dir / name).exists()]
     if missing:
         elsewhere = shutil.which(missing[0], path=path)
         yield problem(
@@ -268,7 +268,7 @@ def check_entry_points() -> Iterator[Finding]:
             + ": install flwr into this environment"
         )
     else:
-        yield fine(f"entry points: {', '.join(programs[:3])}, ... in {bin_dir}")
+        yield fine(f"entry points: {', '.join(PROGRAMS[:3])}, ... in {bin_dir}")
 
 
 @check

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from keel.deployment.superlink import SuperLinkClient, free_ports
+from keel.deployment.superlink import SuperLinkClient, check_programs, free_ports
 from keel.runs import LOCK_FILE, is_locked
 from protocol.config import keel_home
 
@@ -58,6 +58,7 @@ def started_superlink(
     """The SuperLink of `simulation_superlink`, in an empty folder."""
     http, control = free_ports(2)
     client = SuperLinkClient(folder, f"127.0.0.1:{http}")
+    check_programs(client.environment["PATH"])
     mark = f"{os.getpid()}-{time.time_ns()}"
     sockets = tempfile.mkdtemp(prefix="keel-ray-")  # short: it holds the paths of sockets
     # Ray's agents set their titles, which would overwrite the environment that /proc shows

@@ -23,6 +23,8 @@ poll_s = 2.0  # each look takes a process a second
 connection = "deployment"  # name of the SuperLink in the configuration of Flower's command line
 FLOWER_CONNECTIONS = ("local", "supergrid")  # of a config.toml that Flower makes
 app_packages = ("client_app", "data", "models", "protocol", "server_app", "strategies")
+# Flower's, which a simulation starts
+PROGRAMS = ("flwr", "flower-superlink", "flower-superexec", "flwr-serverapp", "flwr-simulation")
 max_refusals = 5  # consecutive and identical: then the SuperLink means it
 
 
@@ -73,6 +75,7 @@ class SuperLinkClient:
         network namespace.
         """
         self.prefix, self.environment = list(prefix), environment(flwr_home)
+        check_programs(self.environment["PATH"], PROGRAMS[:1])
         self.connection = connection if flwr_home else address
         if flwr_home:
             security = (
@@ -175,6 +178,19 @@ def environment(flwr_home: Path | None) -> dict[str, str]:
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "COLUMNS": "400",  # long lines stay whole
     }
+
+
+def check_programs(path: str, names: Sequence[str] = PROGRAMS) -> None:
+    """ValueError, with what to do, if one of these programs is not in `path`, a PATH."""
+    missing = [name for name in names if shutil.which(name, path=path) is None]
+    if missing:  # pip put them elsewhere, for example
+        project = tomllib.loads(project_file().read_text())["project"]
+        flwr = next(name for name in project["dependencies"] if name.startswith("flwr"))
+        raise ValueError(
+            f"Flower's {', '.join(missing)} not found in {Path(sys.executable).parent} or PATH: "
+            "run Keel in the environment that Flower is installed in (source .venv/bin/activate), "
+            f"or repair it: {sys.executable} -m pip install --force-reinstall --no-deps '{flwr}'"
+        )
 
 
 def check_connection(name: str) -> None:

@@ -1,11 +1,13 @@
 """The client of a SuperLink: failures that pass, and those that do not."""
 
 import subprocess
+import sys
 
 import pytest
 from flwr.cli.utils import SUPERLINK_UNAVAILABLE_MESSAGE
 
 import keel.deployment.superlink
+from keel.deployment.simulation import simulation_superlink
 from keel.deployment.superlink import CommandTimeout, SuperLinkClient
 
 
@@ -68,3 +70,21 @@ def test_a_command_that_hangs_is_an_error_of_one_line(client, monkeypatch):
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(CommandTimeout, match="flwr stop 7 deployment: timed out"):
         client.stop(7)
+
+
+def test_missing_programs_of_flower_are_named_with_what_to_do(tmp_path, monkeypatch):
+    """`flower-superlink: No such file or directory` was all that was said."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ValueError, match=r"^Flower's flwr not found in .*/bin or PATH: run"):
+        SuperLinkClient(tmp_path, "localhost:1")
+    (python.parent / "flwr").touch(0o755)
+    missing = "flower-superlink, flower-superexec, flwr-serverapp, flwr-simulation"
+    with (
+        pytest.raises(ValueError, match=missing) as error,
+        simulation_superlink(tmp_path / "engine", tmp_path),
+    ):
+        pass
+    assert f"{python} -m pip install --force-reinstall --no-deps 'flwr[" in str(error.value)
