@@ -32,6 +32,11 @@ MAX_SEEDS = 1000  # where the search for a sufficient number ends
 REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 INCONCLUSIVE, NOT_TESTED = "inconclusive", "not tested"
 VERDICTS = (REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE, NOT_TESTED)
+# of a 95 % interval; the README and the page of the claims say the same
+CHANCE = (
+    "where there is no true difference, about one judged claim in 20 is still decided, by chance, "
+    "and more if seeds were added after seeing the verdict"
+)
 
 # runs whose numbers are not compared
 MIXED = ("runs of different code", "runs in different precision", "runs on different data")
@@ -483,10 +488,7 @@ def tally(claims: Sequence[JudgedClaim]) -> str:
         found += f"; {again} at an earlier round of the same runs not counted"
     if all(claim.verdict == NOT_TESTED for claim in once):
         return found
-    return (
-        f"{found}; where there is no difference, chance decides one judged claim in 20, and more "
-        "if seeds were added after seeing the verdict"
-    )
+    return f"{found}; {CHANCE}"
 
 
 def shown_effect(claim: JudgedClaim) -> str:

@@ -15,7 +15,7 @@ from rich.console import Console
 from keel.cli.main import main
 from keel.experiments import runner
 from keel.experiments.archive import copies, pack, restore, unpacked, without_folders, write_zip
-from keel.experiments.claims import JudgedClaim
+from keel.experiments.claims import CHANCE, JudgedClaim
 from keel.experiments.measure import History
 from keel.experiments.plan import job_name, load_job, runs_needed, selected
 from keel.experiments.recipe import load_recipe, parse_recipe
@@ -898,3 +898,10 @@ def test_an_archive_has_the_name_that_its_job_has_today(path):
     recipe = parse_recipe(about["text"], Path(about["recipe"]))
     options = Options(about["scale"], about["changes"], about["seeds"], about["full_grid"])
     assert job_name(recipe, options) == path.stem
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/results/papers.md"])
+def test_what_chance_decides_is_said_in_the_same_words(name):
+    """The pages and the reports had a sentence each."""
+    text = " ".join((root / name).read_text().split())
+    assert CHANCE[0].upper() + CHANCE[1:] in text
