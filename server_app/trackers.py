@@ -2,7 +2,7 @@
 
 The run directory stays the source of truth: a tracker that fails or is offline costs the run
 nothing but a warning. Each works in a thread of its own, behind `Tracked`. A resumed run continues
-in the same tracker run, whose id is in the run directory's trackers.json.
+in the same tracker run, whose id is in the run directory's trackers.json; a copy of it does not.
 """
 
 import json
@@ -25,6 +25,7 @@ from server_app.summary import SUMMARY_FILE
 
 log = logging.getLogger("keel.server")
 TRACKERS_FILE = "trackers.json"
+DIRECTORY = "directory"  # key in that file: the run directory that has the ids
 PROJECT = "keel"  # MLflow's experiment, W&B's project
 END_TIMEOUT_S = 60.0  # for what a tracker still has to send when the run has ended
 ARTIFACTS = ("config.json", SUMMARY_FILE, HISTORY_FILE, "roster.json", "accuracy.png", "labels.png")
@@ -118,14 +119,34 @@ def figures(line: Line) -> dict[str, float]:
 
 
 def tracker_id(directory: Path, name: str, new: Callable[[], str]) -> tuple[str, bool]:
-    """(the id of the run in this tracker, whether it is new), stored in the run directory."""
-    path = directory / TRACKERS_FILE
-    if name in (saved := tracker_ids(path)):
+    """(the id of the run in this tracker, whether it is new), stored in the run directory.
+
+    A copy of a run directory gets ids of its own.
+    """
+    path, own = directory / TRACKERS_FILE, str(directory)
+    saved = tracker_ids(path)
+    if name in saved and not is_copied(directory, saved):
+        if saved.get(DIRECTORY) != own:  # it has been moved
+            with ids_lock:
+                write_atomically(path, json.dumps(tracker_ids(path) | {DIRECTORY: own}).encode())
         return str(saved[name]), False
     found = new()  # it may take a while: another tracker may store its id meanwhile
     with ids_lock:
-        write_atomically(path, json.dumps(tracker_ids(path) | {name: found}).encode())
+        saved = tracker_ids(path)
+        kept = {} if is_copied(directory, saved) else saved
+        write_atomically(path, json.dumps(kept | {DIRECTORY: own, name: found}).encode())
     return found, True
+
+
+def is_copied(directory: Path, saved: Mapping[str, Any]) -> bool:
+    """Whether these ids are of another run directory, which still has them."""
+    other = Path(str(saved.get(DIRECTORY, directory)))
+    try:
+        is_other = not other.samefile(directory)
+    except OSError:  # it has been moved
+        return False
+    theirs = tracker_ids(other / TRACKERS_FILE) if is_other else {}
+    return any(theirs.get(name) == saved[name] for name in saved if name != DIRECTORY)
 
 
 def tracker_ids(path: Path) -> dict[str, Any]:

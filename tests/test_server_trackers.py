@@ -5,6 +5,7 @@ MLflow and W&B are tested against their real local backends where they are insta
 
 import json
 import logging
+import shutil
 import struct
 import threading
 
@@ -83,6 +84,25 @@ def test_the_id_of_a_tracker_run_survives_a_resume(tmp_path):
     for damaged in ("{", "[]", "null"):
         (tmp_path / "trackers.json").write_text(damaged)
         assert tracker_id(tmp_path, "a", lambda: "3") == ("3", True)
+
+
+def test_a_copy_of_a_run_gets_a_tracker_run_of_its_own_and_a_moved_run_continues(tmp_path):
+    """The copy wrote into the original's."""
+    run, copy, moved = (tmp_path / name for name in ("run", "copy", "moved"))
+    run.mkdir()
+    for name in "ab":
+        tracker_id(run, name, lambda name=name: f"{name}1")
+    shutil.copytree(run, copy)
+    for name in "ab":
+        assert tracker_id(copy, name, lambda name=name: f"{name}2") == (f"{name}2", True)
+        assert tracker_id(copy, name, lambda: "3") == (f"{name}2", False)
+        assert tracker_id(run, name, lambda: "3") == (f"{name}1", False)
+    shutil.rmtree(copy)
+    run.rename(moved)
+    assert tracker_id(moved, "a", lambda: "3") == ("a1", False)
+    shutil.copytree(moved, copy)
+    assert tracker_id(moved, "a", lambda: "4") == ("a1", False)
+    assert tracker_id(copy, "a", lambda: "a4") == ("a4", True)
 
 
 def test_trackers_that_start_together_both_continue_after_a_resume(tmp_path):
