@@ -35,13 +35,15 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def interruptible(
-    at_once: Callable[[], None] = lambda: None, ends_on_hangup: bool = True
+    at_once: Callable[[], None] = lambda: None,
+    ends_on_hangup: bool = True,
+    ended: str = ENDED,
 ) -> Iterator[None]:
     """Within: SIGINT raises KeyboardInterrupt, a second one ends the process with code 130.
 
     SIGTERM raises SystemExit, once: who sends it may repeat it. So does SIGHUP with
     `ends_on_hangup`, unless it is ignored, as under nohup. at_once: called before the process ends
-    at once, to end others.
+    at once, to end others. ended: what is printed then.
     """
     presses = itertools.count(1)
 
@@ -51,7 +53,7 @@ def interruptible(
                 print(STOPPING, flush=True)
             raise KeyboardInterrupt
         at_once()
-        os.write(1, f"{CLEAR if os.isatty(1) else ''}{ENDED}\n".encode())
+        os.write(1, f"{CLEAR if os.isatty(1) else ''}{ended}\n".encode())
         os._exit(INTERRUPTED_CODE)
 
     def terminate(number: int, frame: FrameType | None) -> None:

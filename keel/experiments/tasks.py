@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
 
+from keel.cli.interrupts import interruptible
 from keel.deployment.cluster import check_address, cluster_nodes
 from keel.experiments.runs import REMEDY, Run
 from keel.experiments.stack import num_together, run_together
@@ -39,6 +40,7 @@ from protocol.text import in_one_line, num_of
 
 LOG_FILE = "log.txt"
 RAY_FOLDER = "keel-ray-"  # how the name of a runner's folder begins
+ENDED = "ended; repeat the command to resume from the last finished rounds"
 START_ATTEMPTS = 3  # a busy machine may miss a deadline of Ray's own
 LOST_S = 20.0  # after which a cluster whose head does not answer has ended
 GRACE_S = 30.0  # for interrupted runs to save what they have
@@ -208,8 +210,13 @@ def connected(resources: Resources) -> Iterator[None]:
     variables = worker_variables() | {"OMP_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0"}
     cores = num_cores()
     terminate = signal.getsignal(signal.SIGTERM)
+
+    def end_at_once() -> None:
+        kill_leftovers(own)  # workers end without them
+        shutil.rmtree(own, ignore_errors=True)
+
     # in /tmp, as sockets have short paths
-    with ray_folder() as own:
+    with ray_folder() as own, interruptible(end_at_once, ends_on_hangup=False, ended=ENDED):
         options: dict[str, Any] = {
             "address": "local",
             "num_cpus": max(cores, math.ceil(resources.workers * resources.cpus)),
@@ -257,7 +264,7 @@ def ray_folder(parent: Path = Path("/tmp")) -> Iterator[str]:
 
 
 def kill_leftovers(folder: str) -> None:
-    """Kill the processes that a failed start of Ray in this folder has left; Ray does not."""
+    """Kill the processes of Ray in this folder. Of a start that failed, Ray leaves them."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or belongs to another user
             if folder.encode() in (process / "cmdline").read_bytes():

@@ -131,6 +131,29 @@ def assert_only_who_has_the_token_joins(worker: int) -> None:
     assert [each.communicate(timeout=wait_s)[0] for each in joining] == ["", "", "in\n"]
 
 
+def test_further_presses_of_ctrl_c_end_it_at_once(tmp_path):
+    """They ended in a traceback of Ray's, which was interrupted while it ended."""
+    with started(sweep, tmp_path) as process:
+        worker = worker_of(tmp_path, 1)
+        session = session_of(worker)
+        os.kill(worker, signal.SIGSTOP)  # the runner waits for it
+        for _ in range(3):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGINT)
+            time.sleep(0.5)
+        message, _ = process.communicate(timeout=10)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGCONT)
+    assert process.returncode == 130, message
+    assert "Traceback" not in message
+    assert message.count("stopping; Ctrl-C again ends at once") == 1
+    assert message.splitlines()[-1] == (
+        "ended; repeat the command to resume from the last finished rounds"
+    )
+    wait_until(lambda: not is_alive(worker))  # as its raylet is gone
+    assert not session.exists()
+
+
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """The output folder of two runners that did not finish, and the history of the run that they
