@@ -5,6 +5,7 @@ once. The expected results are those of Keel 0.1.0 for the same run without the 
 """
 
 import errno
+import gc
 import json
 import math
 import shutil
@@ -347,6 +348,23 @@ def test_a_reader_sees_each_line_once_when_it_is_whole(tmp_path):
     assert len(reader.faults) == 1
     assert "line 2 is damaged" in reader.faults[0]
     assert reader.full(1) == {**client_line(3, ["c"])}
+
+
+def test_a_long_history_is_read_without_garbage_collections_and_with_shared_keys(tmp_path):
+    """Of 100,000 rounds, half of the seconds, and 120 of 390 MB."""
+    path, found = tmp_path / "history.jsonl", []
+    path.write_text("".join(f"{json.dumps(line_of(number))}\n" for number in range(1, 3001)))
+    reader = HistoryReader(path)
+    gc.callbacks.append(lambda phase, about: found.append(about["generation"]))
+    try:
+        reader.update()
+    finally:
+        gc.callbacks.pop()
+    assert found == []
+    assert gc.isenabled()
+    assert [line["round"] for line in reader.lines] == list(range(1, 3001))
+    one, other = reader.lines[0], reader.lines[-1]
+    assert all(a is b for a, b in zip(one, other, strict=True))
 
 
 def test_a_reader_begins_again_when_a_resume_replaces_the_file(tmp_path):

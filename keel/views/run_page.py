@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 from keel.runs import FINISHED, RUNNING, uses
@@ -68,8 +69,8 @@ def progress(entry: Entry, reader: HistoryReader) -> dict[str, Any]:
         "spent": duration(sum(seconds)),
         "left": left,
         "accuracies": accuracies,
-        "sent": sum(sum_of([x.get(k) for k in BYTES_DOWN]) for x in lines),
-        "received": sum(sum_of([x.get(k) for k in BYTES_UP]) for x in lines),
+        "sent": sum(int(number(x.get(k)) or 0) for k in BYTES_DOWN for x in lines),
+        "received": sum(int(number(x.get(k)) or 0) for k in BYTES_UP for x in lines),
     }
 
 
@@ -83,7 +84,7 @@ def points_of(lines: Sequence[Line], key: str, name: str) -> list[tuple[int, flo
     found = []
     for line in lines:
         part = line.get(key)
-        value = number(part.get(name)) if isinstance(part, Mapping) else None
+        value = number(part.get(name)) if isinstance(part, dict) else None
         if value is not None:
             found.append((line["round"], value))
     return found
@@ -140,11 +141,13 @@ def trouble(lines: Sequence[Line]) -> Figure:
     def rejected(line: Line) -> int:
         return min(int(number(line.get("rejected")) or 0), int(line["num_left_out"]))
 
+    refused = [rejected(line) for line in lines]
+    failed = [line["num_left_out"] - n for line, n in zip(lines, refused, strict=True)]
     return stacked(
         [line["round"] for line in lines],
         {
-            "rejected": [rejected(line) for line in lines],
-            "failed or no reply": [line["num_left_out"] - rejected(line) for line in lines],
+            "rejected": refused,
+            "failed or no reply": failed,
             "late replies": [line["num_late"] for line in lines],
             "away or in backoff": [line["num_backed_off"] for line in lines],
             "not evaluated": [line["num_evaluation_left_out"] for line in lines],
@@ -156,7 +159,9 @@ def trouble(lines: Sequence[Line]) -> Figure:
 def events(lines: Sequence[Line]) -> tuple[list[tuple[int, str, str, str]], int]:
     """(the last events: round, client, what, reason; the number of all)."""
     found: list[tuple[int, str, str, str]] = []
-    for line in reversed(lines):
+    kinds = ("num_left_out", "num_late", "num_backed_off", "num_evaluation_left_out")
+    nums = [sum(map(line.__getitem__, kinds)) for line in lines]
+    for line in reversed(list(compress(lines, nums))):
         if len(found) >= MAX_EVENTS:
             break
         for key, what in (("left_out", "left out"), ("evaluation_left_out", "not evaluated")):
@@ -168,8 +173,7 @@ def events(lines: Sequence[Line]) -> tuple[list[tuple[int, str, str, str]], int]
             found.append((line["round"], "", "late", text_of(late)))
         for client in line.get("backed_off") or ():
             found.append((line["round"], text_of(client, 80), "not sampled", "away or in backoff"))
-    kinds = ("num_left_out", "num_late", "num_backed_off", "num_evaluation_left_out")
-    return found[:MAX_EVENTS], sum(line[kind] for line in lines for kind in kinds)
+    return found[:MAX_EVENTS], sum(nums)
 
 
 def client_charts(reader: HistoryReader) -> dict[str, Figure]:
