@@ -1,7 +1,8 @@
 """Builds a model by its name; protocol/models.py says what can be known without building it."""
 
+import copy
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import torch
 from torch import nn
@@ -93,6 +94,7 @@ def build_model(
             torch.default_generator.manual_seed(seed)
         trunk = _trunk_of(name, input_shape, *options)
         _check_tensors(trunk, name, has_statistics=spec.norm_layer(norm) == "batch")
+        _check_buffers(trunk, name, input_shape)
         if projection == "gaussian":
             trunk = _gaussian(trunk)
         elif projection != "none":
@@ -188,6 +190,30 @@ def _check_tensors(trunk: Trunk, name: str, has_statistics: bool) -> None:
                 f"{place}: {key} has running statistics, of which the entry in MODELS says "
                 'nothing: write ModelSpec(norms=("batch",)) and use the norm layer that the '
                 "function is then given"
+            )
+
+
+def _check_buffers(trunk: Trunk, name: str, input_shape: tuple[int, int, int]) -> None:
+    """ValueError if a training step replaces a buffer of one of the model's own modules.
+
+    Its new value would not be sent, and would be there for the next client.
+    """
+    chain = nn.ModuleDict(trunk.stages)
+    own = (m for m in chain.modules() if not type(m).__module__.startswith("torch."))
+    if not any(module._buffers for module in own):
+        return
+    twin = copy.deepcopy(chain).train()
+    before = dict(twin.named_buffers())
+    x = torch.zeros(2, *input_shape)
+    # what fails on images of zeros may not fail in training
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), suppress(Exception):
+        for stage in twin.values():
+            x = stage(x)
+    for key, buffer in twin.named_buffers():
+        if buffer is not before.get(key):
+            raise ValueError(
+                f"{place_of(BUILDERS[name])}: training replaces the buffer {key} by another "
+                "tensor, which Keel does not send: change it in place, as with copy_()"
             )
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -515,6 +516,33 @@ def test_a_mistake_in_the_function_of_a_model_is_refused_with_its_place(build, r
     monkeypatch.setitem(registry.BUILDERS, "cnn-fedreco", build)
     with pytest.raises(ValueError, match=rf"\(tests/test_models\.py:\d+\){reason}"):
         build_model("cnn-fedreco", num_classes=10, channels=3, image_size=32)
+
+
+class Averaging(nn.Module):
+    """Averages its inputs in a buffer, in place or by assignment."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            new = 0.9 * self.average + 0.1 * x.mean().detach()
+            self.average = self.average.copy_(new) if self.in_place else new
+        return x
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_buffer_that_training_replaces_is_refused(monkeypatch, in_place):
+    """Its value stayed as it was at the start in what clients sent, and reached the next client."""
+    build = with_stage("conv1", Stage(nn.Conv2d(3, 8, 3), Averaging(in_place)), 7200)
+    monkeypatch.setitem(registry.BUILDERS, "cnn-fedreco", build)
+    about = {"num_classes": 10, "channels": 3, "image_size": 32, "seed": 0}
+    message = r"training replaces the buffer conv1\.tail\.average by another .*in place"
+    with nullcontext() if in_place else pytest.raises(ValueError, match=message):
+        model = build_model("cnn-fedreco", **about)
+        assert model.stages["conv1"].tail.average == 0
 
 
 def test_a_model_that_only_one_of_the_two_tables_has(monkeypatch):
