@@ -91,6 +91,17 @@ def write_atomically(path: Path, *pieces: Any) -> None:
         os.close(directory)
 
 
+def write_output(path: Path, content: bytes) -> None:
+    """`write_atomically` for a file that a user names: also a link, a pipe or a device."""
+    if path.exists() and not path.is_file():
+        try:
+            path.write_bytes(content)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        return
+    write_atomically(path.resolve(), content)
+
+
 def part_of(path: Path) -> Path:
     """A new name beside this file to write it under; `remove_parts` finds it after a kill."""
     # random: threads, and containers whose process ids are alike, may write the same file at once

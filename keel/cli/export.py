@@ -1,5 +1,6 @@
 """A run's model as ONNX or TorchScript, with its normalisation inside."""
 
+import io
 import json
 import warnings
 from importlib.util import find_spec
@@ -8,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from protocol.files import write_output
 from server_app.trained import TrainedModel, load_model
 
 
@@ -45,20 +47,22 @@ def export_model(directory: Path, client: str, to: str, path: Path) -> None:
             warnings.simplefilter("ignore", FutureWarning)  # torch recommends torch.export
             # torch's own check reports the names in two traces as a difference
             traced = torch.jit.trace(classifier, example, check_trace=False)  # type: ignore[no-untyped-call]
-            torch.jit.save(traced, str(path), _extra_files={"classes.json": classes})
+            content = io.BytesIO()  # torch would leave part of a file where the disk is full
+            torch.jit.save(traced, content, _extra_files={"classes.json": classes})
+        write_output(path, content.getvalue())
         return
     import onnx
 
-    torch.onnx.export(
+    program = torch.onnx.export(
         classifier,
         (example,),
-        str(path),
         input_names=["pixels"],
         output_names=["logits"],
         dynamic_shapes={"pixels": {0: torch.export.Dim("batch")}},
-        external_data=False,
         verbose=False,
+        dynamo=True,
     )
-    stored = onnx.load(str(path))
+    assert program is not None
+    stored = program.model_proto
     onnx.helper.set_model_props(stored, {"classes": classes})
-    onnx.save(stored, str(path))
+    write_output(path, stored.SerializeToString())

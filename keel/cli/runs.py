@@ -1,6 +1,7 @@
 """`keel status`, `list`, `watch`, `stop`, `compare`, `predict`, `diagnose`, `export`: on runs."""
 
 import csv
+import io
 import json
 import os
 import signal
@@ -35,7 +36,7 @@ from keel.runs import (
 from keel.tables import add_column, is_too_wide, print_table, terminal_console
 from keel.views.exports import harmless
 from protocol.config import keel_home
-from protocol.files import digest, private_files
+from protocol.files import digest, private_files, write_output
 from protocol.options import typed
 from protocol.text import in_one_line, num_of, printable, shortened
 from server_app.history import CURVES, curve, duration
@@ -315,19 +316,22 @@ def compare(
     for remark in accuracy_remarks((row["run"], row["accuracy_of"]) for row in rows):
         print(printable(remark))
     if csv_file:
-        with csv_file.expanduser().open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*rows[0], *keys])
-            writer.writeheader()
-            for run, row in zip(found, rows, strict=True):
-                cells = row | {key: run.config.get(key) for key in keys}
-                writer.writerow({k: v if v is None else harmless(str(v)) for k, v in cells.items()})
+        file = io.StringIO(newline="")
+        writer = csv.DictWriter(file, [*rows[0], *keys])
+        writer.writeheader()
+        for run, row in zip(found, rows, strict=True):
+            cells = row | {key: run.config.get(key) for key in keys}
+            writer.writerow({k: v if v is None else harmless(str(v)) for k, v in cells.items()})
+        write_output(csv_file.expanduser(), file.getvalue().encode(errors="replace"))
         print(f"table: {csv_file}")
     path = (plot or keel_home() / "comparisons" / f"{comparison_name(found)}.png").expanduser()
     from keel.cli.plots import figure_of
 
     with nullcontext() if plot else private_files():
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure_of(found, keys).savefig(path, dpi=150)
+        picture = io.BytesIO()
+        figure_of(found, keys).savefig(picture, dpi=150, format=path.suffix[1:])
+        write_output(path, picture.getvalue())
     print(f"plot: {path}")
 
 
@@ -492,8 +496,9 @@ def write_csv(run: SavedRun, path: Path) -> int:
     if not rows:
         raise ValueError(f"{run.name} has no finished round: nothing to export")
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    write_output(path, file.getvalue().encode())
     return len(rows)

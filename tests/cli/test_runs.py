@@ -748,6 +748,34 @@ def test_torchscript_gives_the_models_logits(trained, tmp_path):
 
 @pytest.mark.end_to_end  # imports torch's exporter
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["export", "one", "--to", "csv", "--output"],
+        ["export", "one", "--to", "torchscript", "--output"],
+        ["compare", "one", "other", "--output"],
+        ["compare", "one", "other", "--output", "plot.png", "--csv"],
+    ],
+)
+def test_a_full_disk_leaves_the_file_that_was_there(two, words, tmp_path, monkeypatch, capsys):
+    """Part of the new one was left, and torch printed a page of C++."""
+    path = tmp_path / "file.png"
+    path.write_text("old")
+
+    def full(number):
+        if path.name in os.readlink(f"/proc/self/fd/{number}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert main([*words, str(path)]) == 1
+    assert capsys.readouterr().err == f"error: {path}: No space left on device\n"
+    assert path.read_text() == "old"
+    assert not list(tmp_path.glob(".*"))
+    monkeypatch.undo()
+    assert main(["export", str(two / "one"), "--to", "csv", "--output", "/dev/full"]) == 1
+    assert capsys.readouterr().err == "error: /dev/full: No space left on device\n"
+
+
 def test_onnx_gives_the_models_logits(trained, tmp_path):
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")
