@@ -1,6 +1,7 @@
 """Measure the representations of a finished run's saved models."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -75,9 +76,13 @@ def write_diagnostics(
     }
     output.mkdir(parents=True)
     text = json.dumps(finite_or_null(about), indent=2, allow_nan=False)
-    write_atomically(output / "numbers.json", text.encode())
     title = f"{config.rounds.method}, {config.data.source}, {config.model.model}"
-    plot_models(numbers, title, output)
+    try:
+        write_atomically(output / "numbers.json", text.encode())
+        plot_models(numbers, title, output)
+    except BaseException:  # a full disk or Ctrl-C: the directory would refuse the next call
+        shutil.rmtree(output, ignore_errors=True)
+        raise
 
 
 def clients_with_models(run_dir: Path) -> list[str]:

@@ -413,3 +413,20 @@ def test_measures_are_taken_with_the_runs_threads_whatever_the_servers_are(run, 
         assert (seen, torch.get_num_threads()) == ([1], 3)
     finally:
         torch.set_num_threads(before)
+
+
+def test_the_command_can_be_repeated_after_it_failed_to_write(run, monkeypatch, capsys, tmp_path):
+    """Its directory was left, and refused the next call."""
+    folder, output = run({"num-rounds": 2}), tmp_path / "out"
+    [first] = (folder / "checkpoints").glob("round-00001-*")
+    words = [folder, first, "--only", "drift", "--samples", "100", "--output", output]
+
+    def full(*what):
+        raise OSError(errno.ENOSPC, "No space left on device", str(output / "cka.png"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("keel.model_diagnostics.plot_models", full)
+        assert command(patch, *words) == 1
+    assert capsys.readouterr().err == f"error: {output}/cka.png: No space left on device\n"
+    assert not output.exists()
+    assert command(monkeypatch, *words) == 0
