@@ -19,6 +19,7 @@ RESET_FILE = "reset-state"
 # In the run directory: the server adds a round's line when it has ended the round.
 HISTORY_FILE = "history.jsonl"
 DAY_S = 86400.0
+MAX_NAME_BYTES = 180  # of a file's name in that of its part, which may have 255
 MARK = re.compile("[0-9a-f]{8}")
 
 
@@ -106,7 +107,8 @@ def part_of(path: Path) -> Path:
     """A new name beside this file to write it under; `remove_parts` finds it after a kill."""
     # random: threads, and containers whose process ids are alike, may write the same file at once
     mark = f"{secrets.token_hex(8)}.{machine_mark()}.{os.getpid()}"
-    return path.with_name(f".{path.name}.{mark}.part")
+    name = os.fsdecode(os.fsencode(path.name)[:MAX_NAME_BYTES])
+    return path.with_name(f".{name}.{mark}.part")
 
 
 def append_line(path: Path, line: str) -> None:

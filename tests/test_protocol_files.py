@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from protocol import files
-from protocol.files import append_line, private_files, remove_parts, write_atomically
+from protocol.files import append_line, part_of, private_files, remove_parts, write_atomically
 
 
 def test_threads_that_write_the_same_file_do_not_disturb_each_other(tmp_path, monkeypatch):
@@ -141,3 +141,14 @@ def test_a_line_for_which_there_is_no_room_leaves_the_file_as_it_was(tmp_path):
     assert path.read_text() == "first\n"
     append_line(path, "second")
     assert path.read_text() == "first\nsecond\n"
+
+
+@pytest.mark.parametrize("name", [250 * "n", 85 * "\u65e5"])
+def test_a_file_may_have_any_name_that_the_file_system_takes(name, tmp_path):
+    """The name under which it is written first was too long."""
+    write_atomically(tmp_path / name, b"a", b"b")
+    assert (tmp_path / name).read_bytes() == b"ab"
+    assert part_of(tmp_path / name).name.startswith(f".{name[:50]}")
+    part_of(tmp_path / name).write_bytes(b"")
+    remove_parts(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]

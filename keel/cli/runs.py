@@ -44,6 +44,8 @@ from server_app.summary import privacy_text, summarise
 
 RECENT_ROUNDS = 10  # whose left out clients `status` names
 STOP_TIMEOUT_S = 90.0
+MAX_NAME_BYTES = 200  # of a run's name, in the name of a plot
+MAX_SHOWN_NAME = 60  # characters of a run's name in a table, or half of the terminal
 PLACES = {"output-dir", "run-name", "data-dir", "resume"}  # keys that `compare` ignores
 
 RunName = Annotated[str, typer.Argument()]
@@ -203,8 +205,14 @@ def table_of(columns: Mapping[str, Sequence[str]]) -> Table:
 
 
 def print_runs(columns: Mapping[str, Sequence[str]], least: Sequence[str]) -> None:
-    """Print a table of runs, without the `least` columns where the terminal is too narrow."""
-    print_table(lambda names: table_of({name: columns[name] for name in names}), columns, least)
+    """Print a table of runs, without the `least` columns where the terminal is too narrow.
+
+    Of a name that would take more than half of it, the beginning, by which commands find the run.
+    """
+    most = max(MAX_SHOWN_NAME, terminal_console().width // 2)
+    names = [n if len(n) <= most else f"{n[: most - 1]}…" for n in columns["run"]]
+    shown = {**columns, "run": names}
+    print_table(lambda names: table_of({name: shown[name] for name in names}), shown, least)
 
 
 def print_lost_rounds(runs: Iterable[tuple[str, str]]) -> None:
@@ -339,7 +347,9 @@ def comparison_name(runs: Sequence[SavedRun]) -> str:
     """The first run's name, how many others there are, and a digest of all their directories."""
     directories = "\n".join(sorted(str(run.directory) for run in runs))
     others = f"-and-{len(runs) - 1}" if len(runs) > 1 else ""
-    return f"{printable(runs[0].name)}{others}-{digest(directories.encode())[:8]}"
+    # file names have at most 255 bytes
+    name = printable(runs[0].name).encode()[:MAX_NAME_BYTES].decode(errors="ignore")
+    return f"{name}{others}-{digest(directories.encode(errors='replace'))[:8]}"
 
 
 def comparison_row(run: SavedRun) -> dict[str, Any]:

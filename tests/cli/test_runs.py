@@ -372,6 +372,20 @@ def test_a_run_of_another_user_breaks_no_list(two, printed, monkeypatch, file, s
     assert rows["one"]["lost_rounds"] in ("", "history.jsonl: Permission denied")
 
 
+def test_one_very_long_name_hides_no_column(two, printed, monkeypatch):
+    """Of all runs only the names were listed."""
+    name = "long-" * 50
+    (two / "one").rename(two / name)
+    lines = printed("list").splitlines()
+    assert lines[0].split() == ["run", "method", "data", "rounds", "accuracy", "state", "age"]
+    [row] = [line for line in lines if "…" in line]
+    beginning = row.partition("…")[0]
+    assert name.startswith(beginning)
+    assert len(beginning) == 119
+    assert f"{two / name}" in printed("status", beginning)
+    assert "state" in printed("compare", beginning, "other").splitlines()[0]
+
+
 def test_a_directory_that_cannot_be_looked_into_is_listed(two, printed, monkeypatch, refusal):
     """It was left out, as if it were not there."""
     theirs, stat = two / "theirs", os.stat
