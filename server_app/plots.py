@@ -13,6 +13,7 @@ from matplotlib.legend import Legend
 from matplotlib.ticker import MaxNLocator
 
 from protocol.files import write_atomically
+from protocol.text import printable
 
 MAX_MARKED = 40  # points; a longer curve has no markers
 MAX_INSIDE = 10  # curves of a panel whose legend is in it; the legend of more is beside it
@@ -40,14 +41,17 @@ def accuracy_figure(curves: Curves, title: str = "", losses: Curves = ()) -> Fig
         for label, points in lines:
             if points:
                 marker = "o" if len(points) < MAX_MARKED else None
-                axes.plot(*zip(*points, strict=True), label=label, marker=marker, ms=3)
+                text = printable(label)
+                # matplotlib leaves out labels that begin with an underscore
+                text = f" {text}" if text.startswith("_") else text
+                axes.plot(*zip(*points, strict=True), label=text, marker=marker, ms=3)
         axes.set(ylabel=name)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         if axes.lines:
-            for text in legend_of(axes).get_texts():
-                text.set_parse_math(False)  # "$" is a character
-    panels[0].set_title(title, parse_math=False)
+            for entry in legend_of(axes).get_texts():
+                entry.set_parse_math(False)  # "$" is a character
+    panels[0].set_title(printable(title), parse_math=False)
     panels[-1].set(xlabel="round")
     return figure
 

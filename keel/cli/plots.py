@@ -30,6 +30,12 @@ def labels_of(runs: Sequence[SavedRun], keys: Sequence[str]) -> list[str]:
     """A label for each run: the values that distinguish it if short and unique, else its name."""
     labels = [", ".join(f"{key} {typed(run.config.get(key))}" for key in keys) for run in runs]
     return [
-        label if 0 < len(label) <= MAX_LABEL and labels.count(label) == 1 else run.name
+        label if 0 < len(label) <= MAX_LABEL and labels.count(label) == 1 else shown_name(run.name)
         for run, label in zip(runs, labels, strict=True)
     ]
+
+
+def shown_name(name: str) -> str:
+    """A run's name in a legend; of a long one the beginning and the end."""
+    half = MAX_LABEL // 2
+    return name if len(name) <= MAX_LABEL else f"{name[:half]}…{name[1 - half :]}"

@@ -337,6 +337,24 @@ def test_the_plot_tells_repeated_runs_apart(two):
     assert labels_of(runs, ["lr"]) == ["one", "again", "lr 0.2"]
 
 
+def test_every_run_is_in_the_legend_of_a_comparison_whatever_its_name(two, monkeypatch, capsys):
+    """matplotlib left out `_one`, and ended in a traceback at bytes that are no text."""
+    odd, shown = ["_one", os.fsdecode(b"b\xffd"), "long-" * 48], []
+    for name in odd:
+        shutil.copytree(two / "one", two / name)
+    saved = Figure.savefig
+
+    def looking(figure, *what, **how):
+        shown.extend(text.get_text() for text in figure.axes[0].get_legend().get_texts())
+        saved(figure, *what, **how)
+
+    monkeypatch.setattr(Figure, "savefig", looking)
+    assert main(["compare", "one", *odd]) == 0
+    assert shown[:3] == ["one", " _one", "b d"]
+    assert re.fullmatch("(long-)+.*….*-long-", shown[3])
+    assert len(shown[3]) == 60
+
+
 def test_a_command_quotes_the_name_of_a_directory_that_was_renamed(two):
     (two / "one").rename(two / "my run")
     assert SavedRun(two / "my run").reference == "'my run'"
