@@ -19,6 +19,7 @@ from rich.table import Table
 from keel.cli.interrupts import uninterrupted
 from keel.runs import (
     COLOURS,
+    CONFIG_FILE,
     DAMAGE,
     FINISHED,
     LOCK_FILE,
@@ -131,6 +132,8 @@ def list_command(
     base = (base or runs_directory()).expanduser()
     if not base.is_dir() and base != runs_directory():
         raise ValueError(f"{base} is not a directory")
+    if (base / CONFIG_FILE).is_file():
+        raise ValueError(f"{base} is a run directory: `keel status {base}` shows it")
     found = all_runs(base)
     shown = found[:limit] if limit else found
     rows = [row_of(SavedRun(run.directory)) for run in shown]  # no history stays in memory
@@ -150,7 +153,8 @@ def list_command(
         print_runs(columns, ["data", "method", "age", "accuracy"])
     print_lost_rounds((row["run"], row["lost_rounds"]) for row in rows)
     if not found:
-        print(f"no runs in {base} yet; `keel run` starts one")
+        hint = " yet; `keel run` starts one" if base == runs_directory() else ""
+        print(f"no runs in {base}{hint}")
     elif len(shown) < len(found):
         print(f"{num_of('older run', len(found) - len(shown))}: keel list --limit 0")
 

@@ -390,6 +390,15 @@ def test_a_run_of_another_user_breaks_no_list(two, printed, monkeypatch, file, s
     assert rows["one"]["lost_rounds"] in ("", "history.jsonl: Permission denied")
 
 
+def test_a_run_directory_is_not_called_empty(two, printed, refusal, tmp_path):
+    """`keel run` was said to start a run there."""
+    run, empty = two / "one", tmp_path / "empty"
+    empty.mkdir()
+    said = f"error: {run} is a run directory: `keel status {run}` shows it\n"
+    assert refusal("list", str(run)) == said
+    assert printed("list", str(empty)) == f"no runs in {empty}\n"
+
+
 def test_one_very_long_name_hides_no_column(two, printed, monkeypatch):
     """Of all runs only the names were listed."""
     name = "long-" * 50
