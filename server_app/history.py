@@ -14,7 +14,9 @@ import json
 import logging
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +40,7 @@ KINDS: dict[str, type] = {
     "bytes_down": int,
     "bytes_up": int,
 }
+COLLECTION = threading.Lock()  # of garbage
 NUMBERS = (int, float)  # faster than their union, for 100,000 lines
 REQUIRED = ("round", "losses", "seconds", "left_out")
 # what reading damaged JSON raises
@@ -134,6 +137,22 @@ def check_kinds(line: Line) -> None:
             raise TypeError(f"seconds = {value!r:.40}: expected a number")
 
 
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Without garbage collection, which would look through all lines again and again.
+
+    One thread at a time: the first to end would start it for the others, or the last leave it off.
+    """
+    with COLLECTION:
+        is_on = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if is_on:
+                gc.enable()
+
+
 class HistoryReader:
     """Follows a history that may be growing: reads only what is new, and stores little of it.
 
@@ -165,10 +184,8 @@ class HistoryReader:
     def update(self) -> bool:
         """Read what was appended, or all of a replaced file; whether anything changed."""
         before = self.version
-        collects = gc.isenabled()
-        gc.disable()  # it would look through all lines again and again
         try:
-            with self.path.open("rb", buffering=READ_BYTES) as file:
+            with without_collection(), self.path.open("rb", buffering=READ_BYTES) as file:
                 inode = os.fstat(file.fileno()).st_ino
                 file.seek(self._offset - len(self._last))
                 if self._inode not in (-1, inode) or file.read(len(self._last)) != self._last:
@@ -182,9 +199,6 @@ class HistoryReader:
         except FileNotFoundError:
             if self._offset:
                 self._restart()
-        finally:
-            if collects:
-                gc.enable()
         return self.version != before
 
     def _append(self, text: bytes) -> None:
