@@ -174,7 +174,8 @@ class TrainConfig:
         "auto: cuda where there is one; cpu, cuda, cuda:1, ... (not with --engine flower)",
     )
     threads: int = option(
-        at_least(0), "CPU threads of torch in each worker; 0: as many as the worker was assigned"
+        between(0, 1024),  # with 100,000 the process crashes
+        "CPU threads of torch in each worker; 0: as many as the worker was assigned",
     )
     precision: str = option(
         one_of("fp32", "tf32", "bf16", "auto"),

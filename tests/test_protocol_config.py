@@ -175,6 +175,7 @@ def test_an_image_size_out_of_range_is_answered_with_all_that_is_allowed(size):
         ("norm", "layer"), ("source", "digit"), ("source", "folder:"), ("device", "gpu"),
         ("device", "cuda:x"),
         ("local-test-fraction", 1.0), ("round-timeout", 0.0), ("alpha", 0.0), ("threads", -1),
+        ("threads", 100_000),
         ("flip", 1), ("seed", -1), ("cache-mb", True), ("evaluate-clients", "some"),
     ],
 )  # fmt: skip
