@@ -729,7 +729,10 @@ def out_of_range(arrays: Arrays, limits: Mapping[str, float]) -> str:
         largest = max(high, -low)
         bound = limit_of(name, array, limits)
         if not largest <= bound:
-            return f"array {name!r} holds {largest:.4g}: the bound on values is {bound:.4g}"
+            return (
+                f"array {name!r} holds {largest:.4g}: the bound on values is {bound:.4g}; lower lr "
+                "if local training diverges"
+            )
     return ""
 
 

@@ -142,6 +142,12 @@ def test_client_and_server_check_an_array_in_one_pass_until_it_changes(monkeypat
     assert len(passes) == 2
 
 
+def test_a_value_beyond_the_bound_is_named_with_what_to_do():
+    reason = out_of_range({"weight": torch.tensor([0.0, -3e4])}, {"weight": 1e4})
+    assert reason.startswith("array 'weight' holds 3e+04: the bound on values is 1e+04")
+    assert "lower lr" in reason
+
+
 @pytest.mark.parametrize("evaluate", [True, False])
 def test_a_train_request_comes_out_as_it_went_in(evaluate):
     config = resolve_config({"lr": 0.125, "fedintr.mu": 4.0})
