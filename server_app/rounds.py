@@ -1,6 +1,7 @@
 """One round of a run: train, aggregate, evaluate, record."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from client_app.samples import Samples
 from client_app.state import StateMemory
 from data.sources import Source
 from models import StagedModel
-from protocol.config import RunConfig
+from protocol.config import RoundsConfig, RunConfig
 from protocol.flower_compat import has_own_clients, is_in_process_grid
 from protocol.messages import (
     Arrays,
@@ -231,8 +232,7 @@ def train_round(
     if not all_finite(tensors(following)) or not all_finite(state):
         raise DivergedError(
             f"round {server_round}: the server update gave values that are not finite; the model "
-            f"of the round before is kept. Lower lr, or the server's learning rate (options of "
-            f"{rounds.method} and of server-optimizer {rounds.server_optimizer})"
+            f"of the round before is kept. {divergence_advice(rounds)}"
         )
     seconds["aggregation"] = time.perf_counter() - started
 
@@ -261,6 +261,14 @@ def train_round(
     if config.privacy.epsilon:
         state |= run.directory.release_state()
     return Trained(server_round, following, state, line)
+
+
+def divergence_advice(rounds: RoundsConfig) -> str:
+    """What to change in the config of a run whose global model has diverged."""
+    return (
+        f"Lower lr, or the server's learning rate (options of {rounds.method} and of "
+        f"server-optimizer {rounds.server_optimizer})"
+    )
 
 
 def evaluation_fields(
@@ -315,6 +323,12 @@ def record_round(run: Run, trained: Trained, beside_training: bool = False) -> L
     if run.is_evaluated(server_round) and rounds.evaluate_global and run.method.has_global_model:
         num_threads = run.threads_beside_workers if beside_training else 0
         line["global"] = global_score(run, trained.arrays, num_threads)
+        if not math.isfinite(loss := line["global"]["loss"]):  # null in the history
+            log.warning(
+                "round %d: the global model's loss on the test set is %s: the model has diverged, "
+                "its accuracy means nothing. %s",
+                *(server_round, loss, divergence_advice(rounds)),
+            )
         taken_s = time.perf_counter() - started
         if beside_training:
             line["overlapped_evaluation_seconds"] = round(taken_s, 4)

@@ -1309,6 +1309,16 @@ def test_a_diverged_server_step_ends_the_run_with_one_line(run, tmp_path):
     assert all(array.isfinite().all() for array in final_model(folder).values())
 
 
+def test_a_model_that_is_finite_but_whose_loss_is_not_is_warned_of(run, caplog):
+    """Its run may finish: no client trains after the last round."""
+    with caplog.at_level(logging.WARNING, logger="keel.server"):
+        folder = run({"server-optimizer": "fedavgm", "fedavgm.lr": 1e18, "num-rounds": 1})
+    [line] = history_of(folder)
+    assert line["global"]["loss"] is None
+    text = "round 1: the global model's loss on the test set is nan: the model has diverged"
+    assert [m for m in caplog.messages if m.startswith(text) and "server's learning rate" in m]
+
+
 def test_a_diverged_state_of_the_server_ends_the_run_before_it_is_in_a_checkpoint(
     run, tmp_path, monkeypatch
 ):
