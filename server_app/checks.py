@@ -45,10 +45,31 @@ def keys_without_effect(config: RunConfig, keys: Collection[str]) -> list[str]:
     return lines
 
 
+def protection_not_in_use(config: RunConfig, keys: Collection[str]) -> list[str]:
+    """A line for each of these keys of a protection that is off: a user may think that it is on.
+
+    Not in `keys_without_effect`: the rows of a recipe may turn a protection on and off.
+    """
+    rounds, lines = config.rounds, []
+    readers = {
+        "trim-fraction": ["trimmed-mean"],
+        "num-malicious": ["krum", "multi-krum"],
+        "num-selected": ["multi-krum"],
+    }
+    for key in sorted(keys):
+        if key == "norm-bound-value" and rounds.norm_bound == "off":
+            lines.append(f"{key} has no effect: norm-bound is off")
+        elif rounds.aggregation not in readers.get(key, [rounds.aggregation]):
+            lines.append(f"{key} has no effect: aggregation is {rounds.aggregation}")
+        elif key.startswith("privacy.") and key != "privacy.epsilon" and not config.privacy.epsilon:
+            lines.append(f"{key} has no effect: privacy.epsilon is 0")
+    return lines
+
+
 def config_warnings(config: RunConfig, overrides: Mapping[str, OptionValue]) -> list[str]:
     """A line for each key that was set but has no effect, and for models never evaluated."""
     rounds, method = config.rounds, method_of(config)
-    lines = keys_without_effect(config, overrides)
+    lines = keys_without_effect(config, overrides) + protection_not_in_use(config, overrides)
     on_clients = config.evaluated_clients != "none"
     if config.privacy.withholds_metrics:
         what = "no losses and no accuracies of clients"

@@ -430,6 +430,18 @@ def test_options_that_make_no_sense_are_one_line_before_anything_is_trained(give
             ["local-epochs has no effect: fedpac has fedpac.extractor-epochs instead"],
         ),
         ({"method": "ditto", "local-epochs": 5, "lr": 0.1}, []),
+        ({"norm-bound-value": 1.0}, ["norm-bound-value has no effect: norm-bound is off"]),
+        ({"norm-bound": "median", "norm-bound-value": 1.0}, []),
+        (
+            {"aggregation": "krum", "num-malicious": 0, "num-selected": 1, "trim-fraction": 0.4},
+            [
+                "num-selected has no effect: aggregation is krum",
+                "trim-fraction has no effect: aggregation is krum",
+            ],
+        ),
+        ({"num-malicious": 2}, ["num-malicious has no effect: aggregation is mean"]),
+        ({"aggregation": "trimmed-mean", "trim-fraction": 0.4}, []),
+        ({"privacy.clip-norm": 2.0}, ["privacy.clip-norm has no effect: privacy.epsilon is 0"]),
         ({"preset": "fedreco-table1-fmnist"}, []),
         ({"evaluate-global": False}, ["nothing is evaluated"]),
         ({"evaluate-global": False, "evaluate-clients": "all"}, []),
