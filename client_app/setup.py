@@ -200,4 +200,11 @@ def device_for(name: str) -> torch.device:
         raise ValueError(
             f"device = {name!r}: this machine has {num_of('GPU', torch.cuda.device_count())}"
         )
+    if device.type not in ("cpu", "cuda"):
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:  # the latter: not built for it
+            raise ValueError(
+                f"device = {name!r}: torch cannot use it here: expected auto, cpu, cuda or cuda:N"
+            ) from error
     return device

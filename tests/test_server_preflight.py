@@ -256,6 +256,18 @@ def test_a_device_that_a_worker_lacks_is_refused(tmp_path, monkeypatch):
         report_of(request(tmp_path, device="cuda:1"))
 
 
+@pytest.mark.parametrize("name", ["xpu:3", "mps"])
+def test_a_device_that_this_torch_lacks_is_named(name, monkeypatch):
+    def fails(*size, device):
+        raise (AssertionError if name == "mps" else RuntimeError)("a long text")
+
+    monkeypatch.setattr(torch, "empty", fails)  # as this machine's torch may have it
+    expected = f"^device = '{name}': torch cannot use it here: expected auto, cpu, cuda or cuda:N$"
+    device_for.cache_clear()
+    with pytest.raises(ValueError, match=expected):
+        device_for(name)
+
+
 def source(train, labels, classes=("a", "b")):
     split = ImageSplit(np.asarray(train, dtype=np.uint8), np.asarray(labels))
     return Source("s", split, split, classes, (0.5,), (0.5,))
