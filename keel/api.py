@@ -156,6 +156,8 @@ def run(
     for name, value in shares.items():
         if type(value) not in (int, float, type(None)):
             raise ValueError(f"{name} = {value!r}: expected a number")
+    if not isinstance(ray, str | None):
+        raise ValueError(f"ray = {ray!r}: expected a string, HOST:PORT of a Ray cluster")
     try:
         options = EngineOptions(Engine(engine), clients, **shares, ray=ray)
     except ValueError as error:  # which names the options of the command line

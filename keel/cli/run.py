@@ -1,5 +1,6 @@
 """`keel run` and `keel resume`: validate, show what will run, execute it on an engine."""
 
+import math
 import os
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
@@ -45,8 +46,8 @@ class EngineOptions:
             value, flag = getattr(self, name), f"--{name.replace('_', '-')}"
             if value is not None and self.engine is not Engine.flower:
                 raise ValueError(f"{flag} needs --engine flower; this is --engine {self.engine}")
-            if value is not None and value < 0:
-                raise ValueError(f"{flag} {value:g}: expected a number >= 0")
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{flag} {value:g}: expected a finite number >= 0")
         cpus = self.cpus_per_client
         if cpus is not None and (cpus < 1 or cpus != int(cpus)):
             raise ValueError(

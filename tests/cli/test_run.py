@@ -75,6 +75,14 @@ def test_data_that_does_not_fit_is_refused_with_code_2(home, refusal, capsys):
             ["--engine", "flower", "--cpus-per-client", "0"],
             "--cpus-per-client 0: expected a whole number >= 1",
         ),
+        (
+            ["--engine", "flower", "--cpus-per-client", "inf"],
+            "--cpus-per-client inf: expected a finite number >= 0",
+        ),
+        (
+            ["--engine", "flower", "--gpus-per-client", "nan"],
+            "--gpus-per-client nan: expected a finite number >= 0",
+        ),
         (["--ray", "10.0.0.1:6379"], "--ray needs --engine flower"),
         (["--engine", "flower", "--ray", ""], "--ray is empty: expected HOST:PORT"),
         (["--engine", "flower", "--ray", "10.0.0.1"], "--ray 10.0.0.1: expected HOST:PORT"),

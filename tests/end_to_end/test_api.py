@@ -151,6 +151,8 @@ def test_mistakes_raise_one_line(home):
         keel.run(gpus_per_client=0.5)
     with pytest.raises(ValueError, match=r"^cpus_per_client 0.5: expected a whole number"):
         keel.run(engine="flower", cpus_per_client=0.5)
+    with pytest.raises(ValueError, match=r"^ray = 6379: expected a string"):
+        keel.run(engine="flower", ray=6379)
     with pytest.raises(ValueError, match="there is no run 'x'"):
         keel.load_run("x")
     with pytest.raises(AttributeError, match="no attribute 'runn'"):
