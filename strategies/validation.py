@@ -208,8 +208,9 @@ class Validation:
         reason = reason or implausible(reply, self.expected, self.half)
         if reason:
             self.rejected[client] = in_one_line(reason)
-        else:
-            self.accepted[client] = reply
+        else:  # in the order of those sent: Krum compares arrays by place
+            arrays = {name: reply.arrays[name] for name in self.expected.arrays}
+            self.accepted[client] = replace(reply, arrays=arrays)
         return client
 
     def reject(self, client: str, reason: str) -> None:

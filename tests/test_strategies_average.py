@@ -910,6 +910,25 @@ def test_diagnostics_change_no_bit_of_a_large_round_in_which_a_reply_is_rejected
     assert same_bits(*found)
 
 
+def test_the_order_of_a_reply_s_arrays_does_not_decide_what_krum_selects():
+    """Krum compares arrays by place: exchanged, two wrong ones would look like the others'."""
+    strategy = average_of(aggregation="krum", num_malicious=1)
+    answers = all_answers(strategy, start := network().state_dict())
+    one = torch.ones(2)
+    middle = start | {"0.bias": start["0.bias"] - one, "1.bias": start["1.bias"] + one}
+    for i, (message, reply) in enumerate(answers):
+        shift = 0.01 * (i - 2)  # client-2 is nearest to the others
+        arrays = {n: a + shift if a.is_floating_point() else a for n, a in middle.items()}
+        answers[i] = message, replace(reply, arrays=arrays)
+    message, reply = answers[2]
+    wrong = start | {"0.bias": start["0.bias"] + one, "1.bias": start["1.bias"] - one}
+    order = {"0.bias": "1.bias", "1.bias": "0.bias"}
+    arrays = {order.get(name, name): wrong[order.get(name, name)] for name in wrong}
+    answers[2] = message, replace(reply, arrays=arrays)
+    following, _ = strategy.aggregate_train(1, [answer(*each) for each in answers])
+    assert not torch.equal(tensors(following)["0.bias"], wrong["0.bias"])
+
+
 def test_a_reply_counts_for_the_node_that_sent_it_whatever_name_it_gives():
     strategy = average_of()
     answers = all_answers(strategy, network().state_dict())
