@@ -268,7 +268,7 @@ def rejection_reason(reply: TrainReply, expected: ExpectedReply) -> str:
         return reason
     count, declared = reply.metrics.get("num-examples"), expected.num_examples[reply.client]
     if count != declared:
-        shown = "missing" if count is None else f"{count:g}"
+        shown = "missing" if count is None else f"{count:.15g}"
         return (
             f"num-examples is {shown}, the roster says {declared}: if its data has changed, "
             "restore it or start a new run"

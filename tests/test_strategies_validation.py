@@ -37,6 +37,7 @@ changed = ": if its data has changed, restore it or start a new run"
         (reply_of(), ""),
         (reply_of("b", count=5.0), ""),
         (reply_of("b"), f"num-examples is 10, the roster says 5{changed}"),
+        (reply_of(count=1234567), f"num-examples is 1234567, the roster says 10{changed}"),
         (reply_of("c"), "it was sent no message in round 3"),
         (reply_of(round_=2), "it answers round 2"),
         (reply_of(round_=4), "it answers round 4"),
