@@ -427,22 +427,28 @@ def roster(message: Message, context: Context) -> RecordDict:
 
 def prepare(
     request: RoundRequest, message: Message, context: Context, before_round: int
-) -> Callable[[], RoundContext]:
+) -> tuple[Callable[[], RoundContext], int]:
     """Read what was sent and this client's newest state of a round < before_round.
 
-    The function that it returns begins the round; it needs `turn`.
+    The function that it returns begins the round; it needs `turn`. The number is `old_round` of
+    `StateFolder`.
     """
     check_limits(request.config, context.node_config)
     last_accepted_round = last_accepted_round_of(message)
-    is_stateful, state = method_of(request.config).is_stateful, {}
+    is_stateful, state, old_round = method_of(request.config).is_stateful, {}, 0
     if is_stateful:
         folder = state_folder(request, context.node_config)
         state = folder.load(before_round, last_accepted_round)
+        old_round = folder.old_round
     received = tensors(get_record(message.content, "arrays", ArrayRecord))
     extra = tensors(find_record(message.content, "extra", ArrayRecord))
-    return lambda: process_caches.of(request.config).begin_round(
-        request, context.node_config, received, extra, state, last_accepted_round
-    )
+
+    def begin() -> RoundContext:
+        return process_caches.of(request.config).begin_round(
+            request, context.node_config, received, extra, state, last_accepted_round
+        )
+
+    return begin, old_round
 
 
 @dataclass(frozen=True)
@@ -456,6 +462,7 @@ class Training:
     seconds: float
     cpu_seconds: float
     versions: dict[tuple[str, str], int]  # of `given_arrays`: torch counts changes in place
+    old_round: int  # of the client state, as `prepare`
 
 
 def begin_training(message: Message, context: Context, turns: ExitStack) -> Training:
@@ -465,14 +472,14 @@ def begin_training(message: Message, context: Context, turns: ExitStack) -> Trai
     """
     started, cpu_started = time.perf_counter(), time.process_time()
     request = read_request(message, TrainRequest)
-    begin = prepare(request, message, context, before_round=request.round)
+    begin, old_round = prepare(request, message, context, before_round=request.round)
     node, run = context.node_config, Path(request.run_dir).name
     started += turns.enter_context(turn())
     charge_release(request.config, node, client_name(node), run, request.round)
     ctx, method = begin(), method_of(request.config)
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
     versions = {name: array._version for name, array in given_arrays(ctx).items()}
-    return Training(request, context, ctx, method, seconds, cpu_seconds, versions)
+    return Training(request, context, ctx, method, seconds, cpu_seconds, versions, old_round)
 
 
 def train_one_round(message: Message, context: Context) -> RecordDict:
@@ -497,8 +504,9 @@ def measure_training(
 
     It needs `turn`: later, its copies would wait for the steps of the next client.
     Where metrics are withheld these are the numbers of samples and of steps, which follows from it,
-    and client state that is not finite is replaced by the state before this round: an error would
-    reveal something about the data, and so would a missing version in the next round.
+    and the round of client state from an old backup. There, client state that is not finite is
+    replaced by the state before this round: an error would reveal something about the data, and so
+    would a missing version in the next round.
     seconds, cpu_seconds: of training; this client's share where several train together.
     """
     request, ctx, method = training.request, training.ctx, training.method
@@ -511,6 +519,8 @@ def measure_training(
         "num-examples": len(ctx.train_samples),
         "num-steps": update.num_steps,
     }
+    if training.old_round:
+        metrics["old-state"] = training.old_round
     if not request.config.privacy.withholds_metrics:
         metrics |= {f"loss.{name}": value for name, value in update.terms.items()}
         metrics["seconds"] = training.seconds + seconds
@@ -679,7 +689,7 @@ def refuse_unless_finite(groups: Sequence[tuple[str, Arrays]], faults: list[str]
 def evaluate_models(message: Message, context: Context) -> RecordDict:
     """Accuracy and loss of the global and the personal model on the local test part."""
     request = read_request(message, EvaluateRequest)
-    begin = prepare(request, message, context, before_round=request.round + 1)
+    begin, _ = prepare(request, message, context, before_round=request.round + 1)
     method = method_of(request.config)
     with turn():
         ctx = begin()

@@ -126,6 +126,7 @@ class StateFolder:
         reads_only: bool = False,
     ) -> None:
         self.reads_only = reads_only
+        self.old_round = 0  # of the version that `load` read, if a later update was aggregated
         self.folder, self.max_ahead, self.memory = folder, max_ahead, memory
         self.run_directory, self.run_id = run_directory, run_id
 
@@ -164,6 +165,7 @@ class StateFolder:
                 continue
             if (groups := _read(path)) is not None:
                 if round_ < last_accepted_round:
+                    self.old_round = round_
                     log.warning(
                         "%s is older than round %d, in which this client's update was aggregated: "
                         "the state since then is lost",

@@ -6,7 +6,8 @@ state is lost or ahead of the server), backed_off (clients that are not sampled:
 backoff), late, losses, seconds (by phase; those of all rounds add up to the run's),
 client_seconds, client_cpu_seconds, bytes_down, bytes_up; if measured: global, local_global,
 personal, diagnostics, evaluation_left_out, evaluation_bytes_down, evaluation_bytes_up; if clients
-trained in the next round during the evaluation: overlapped_evaluation_seconds.
+trained in the next round during the evaluation: overlapped_evaluation_seconds; if client state was
+older than the client's last accepted update: old_state (client to the round of that state).
 """
 
 import gc
@@ -50,7 +51,7 @@ PER_CLIENT = ("local_global", "personal")  # their "clients" has each client's a
 READ_BYTES = 4 << 20  # lines of many clients are long: several fit
 MAX_NAMED = 100  # clients that a condensed line names in each of its fields
 MAX_ALL_NAMED = 10_000  # that a reader's lines name in all; 2 MB
-NAMED = ("left_out", "reset_needed", "backed_off", "late", "evaluation_left_out")
+NAMED = ("left_out", "reset_needed", "backed_off", "late", "evaluation_left_out", "old_state")
 COUNTS = [(key, f"num_{key}") for key in NAMED]
 # what `condensed` cuts out of a line, in the order of the line
 CUTS = ((b'"participants": [', b"]"), (b'"clients": {', b"}"), (b'"clients": {', b"}"))

@@ -49,6 +49,11 @@ def training_fields(
         values, counts = zip(*pairs, strict=True)
         if any(counts):
             losses[name.removeprefix("loss.")] = float(np.average(values, weights=counts))
+    old_state = {
+        reply.client: int(state_round)
+        for reply in report.accepted
+        if 1 <= (state_round := reply.metrics.get("old-state", 0)) < server_round
+    }
     return {
         "round": server_round,
         "participants": [reply.client for reply in report.accepted],
@@ -62,7 +67,7 @@ def training_fields(
         "client_cpu_seconds": round(
             sum(r.metrics.get("cpu-seconds", 0.0) for r in report.accepted), 4
         ),
-    }
+    } | ({"old_state": old_state} if old_state else {})
 
 
 def client_fields(replies: list[TrainReply], method: Method) -> dict[str, Any]:

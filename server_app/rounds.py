@@ -240,6 +240,13 @@ def train_round(
     weights = strategy.counts(report.accepted)
     line = training_fields(server_round, report, sent.num_bytes, weights, run.loss_terms)
     line["backed_off"] = backed_off
+    for client, state_round in line.get("old_state", {}).items():
+        log.warning(
+            "%s: client %s's state, of round %d, is older than its last accepted update: it was "
+            "restored from an old backup, or newer versions are damaged; what it has learnt since "
+            "is lost",
+            *(what, client, state_round),
+        )
     note_trained(run, line)
     if run.monitor and is_measured:
         with threads(run.config.train.threads or torch.get_num_threads()):

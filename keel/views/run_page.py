@@ -369,6 +369,9 @@ class Sites:
             for key, what in (("evaluation_left_out", "not evaluated"), ("left_out", "left out")):
                 for client, why in (line.get(key) or {}).items():
                     self.trouble[client] = (line["round"], what, text_of(why))
+            for client, state_round in (line.get("old_state") or {}).items():
+                why = f"trained from old client state, of round {text_of(state_round)}"
+                self.trouble[client] = (line["round"], "", why)
             for client in line.get("reset_needed") or ():
                 self.reset[str(client)] = line["round"]
             self.are_resets_recorded |= "reset_needed" in line
