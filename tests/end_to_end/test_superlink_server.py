@@ -69,6 +69,7 @@ from protocol.flower_compat.superlink import (
     Presence,
     Redelivery,
     confirm_and_delete,
+    errors_but_expiry,
     max_redeliveries,
     pull_complete_replies,
 )
@@ -900,6 +901,22 @@ def test_a_message_to_a_node_that_has_left_keeps_no_other_of_its_round_from_bein
         content = objects[each].deflate()
         assert link.state.store_object(link.run, answer.session_id, each, content)
     assert link.ask() == ids(one)
+
+
+def test_messages_that_expired_before_they_were_sent_are_refused_and_no_error(link):
+    """A ServerApp takes an error for a failing SuperLink, and sends the same again."""
+    link.patch.setattr(runtime_handlers, "validate_message", errors_but_expiry)
+    old, new = (own_message(link, SUPERLINK_NODE_ID, n, "") for n in (link.node, link.other))
+    old.metadata.created_at -= 2 * old.metadata.ttl
+    request = PushAppMessagesRequest(
+        messages_list=[message_to_proto(remove_content_from_message(each)) for each in (old, new)],
+        message_object_trees=[get_object_tree(each) for each in (old, new)],
+    )
+    answer = runtime_handlers.push_messages(request, link.state, Task(run_id=link.run))
+    assert answer.message_ids == ["", *ids(new)]
+    request.messages_list[1].metadata.ttl = 0
+    with pytest.raises(ValueError, match="ttl"):
+        runtime_handlers.push_messages(request, link.state, Task(run_id=link.run))
 
 
 # --- a full disk ----------------------------------------------------------------------------------
