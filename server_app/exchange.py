@@ -50,6 +50,9 @@ MAX_RESENDS = 2  # of a message whose reply was lost on its way
 MAX_PULLS, SLOW_PULL_S = 4, 5.0  # at once; after so long, another is started beside a slow one
 TICK_S = 1.0
 SILENCE_S = 5.0  # a SuperLink that answers nothing for longer is away
+# for SuperNodes after that: Flower readmits one that has ended after a minute, and whoever restarts
+# it may wait for as long
+RECONNECT_S = 120.0
 
 # of these nodes, those whose client is connected again, with its current node; the second argument
 # is the seconds to look
@@ -84,6 +87,8 @@ class Exchange:
         self.one_by_one = False  # after a reply that could not be read
         self.silent: set[int] = set()  # nodes that gave no answer in time to the newest messages
         self.stopped_s = Stops().take
+        # seconds of the SuperLink's silences that have ended since the last call, above SILENCE_S
+        self.take_silence_s: Callable[[], float] = lambda: 0.0
 
     def ask(
         self,
@@ -103,7 +108,8 @@ class Exchange:
         seconds, or later while others are still awaited; one whose reply was lost, or whose
         ClientApp ended, is sent again, at most twice.
         The deadline moves by the time in which the SuperLink answers nothing, this process is
-        stopped, or clients train in this process.
+        stopped, or clients train in this process. After such a silence, also one before the
+        messages are sent, clients have at least 2 minutes to reconnect.
 
         what: description for the log. key: the config key that `timeout_s` comes from.
         max_bytes: of a reply; a larger one is refused while it arrives, as is a late one above the
@@ -113,7 +119,7 @@ class Exchange:
 
         Raises the error of a SuperLink that is gone for good.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline, reconnect_until = time.monotonic() + timeout_s, 0.0
         bound_reply_bytes(self.grid, max_bytes)
         self.drain()
         asked = {message.metadata.dst_node_id: message for message in messages}
@@ -138,8 +144,15 @@ class Exchange:
             if self.returned is None:
                 settle(node, error)
                 return
-            away.setdefault(node, (time.monotonic() + RETURN_TIMEOUT_S, error))
+            until = max(time.monotonic() + RETURN_TIMEOUT_S, reconnect_until)
+            away.setdefault(node, (until, error))
             log.warning("%s: client %s is not connected", what, self.name(node))
+
+        def note_silence(min_left_s: float) -> None:
+            nonlocal deadline, reconnect_until
+            if self.take_silence_s():
+                reconnect_until = time.monotonic() + RECONNECT_S
+                deadline = max(deadline, reconnect_until, time.monotonic() + min_left_s)
 
         def sent_again(node: int, to: int) -> bool:
             before_resend(node)
@@ -156,6 +169,7 @@ class Exchange:
             return True
 
         refused = self.push(list(asked.values()), waiting)
+        note_silence(timeout_s)
         sent_at, turns = time.monotonic(), self.turns(len(asked))
         deadline += (turns - 1) * timeout_s
         meanwhile()
@@ -168,6 +182,7 @@ class Exchange:
         poll_s, looked_at, now = first_s, 0.0, sent_at
         while (waiting or away) and now < deadline:
             arrived = deque(sorted(self.pull(list(waiting), deadline - now), key=is_undelivered))
+            note_silence(0)  # before any is sent again
             has_arrived, max_poll_s = bool(arrived), MAX_POLL_S
             if is_in_process_grid(self.grid):  # a pull comes back at once
                 pull_s = time.monotonic() - now

@@ -40,7 +40,7 @@ from server_app.checks import config_warnings
 from server_app.client_registry import ClientRegistry, gather_roster
 from server_app.diagnostics.monitor import Monitor
 from server_app.diagnostics.plots import plot_rounds
-from server_app.exchange import Exchange
+from server_app.exchange import SILENCE_S, Exchange
 from server_app.history import HISTORY_FILE, Line, truncate_history
 from server_app.logical_clients import LogicalGrid, with_logical_clients
 from server_app.manifest import (
@@ -305,7 +305,8 @@ def exchange_of(
     """The run's exchange. num_workers: of Flower's simulation."""
     exchange = Exchange(grid, lambda node: strategy.addressed[node].client)
     if not is_in_process_grid(grid):
-        exchange.returned, exchange.silent_s = registry.returned, watch_superlink(grid)
+        exchange.returned = registry.returned
+        exchange.silent_s, exchange.take_silence_s = watch_superlink(grid, SILENCE_S)
     # in a simulation the result must not depend on how many workers share the clients
     if isinstance(grid, LogicalGrid):
         exchange.turns = lambda _: grid.largest_share

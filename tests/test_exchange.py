@@ -460,6 +460,46 @@ def test_time_in_which_the_superlink_answers_nothing_does_not_count(clock):
     assert 60 <= clock.now <= 60 + MAX_POLL_S
 
 
+def test_time_in_which_the_superlink_takes_no_messages_does_not_count(clock):
+    """They have expired then; it refuses them."""
+
+    class Away(ToyGrid):
+        def push_messages(self, messages):
+            if not self.pushes:
+                clock.sleep(600)
+                silences.append(600.0)
+                self.pushes.append(0)
+                return []
+            return super().push_messages(messages)
+
+    silences: list[float] = []
+    grid = Away(lambda node, before: "reply" if clock.now >= 790 else "")
+    exchange = Exchange(grid, str, lambda nodes, timeout_s: {node: node for node in nodes})
+    exchange.take_silence_s = lambda: silences.pop() if silences else 0.0
+    assert outcomes(exchange.ask(to(5), 200, "round 1")) == [(5, 5)]
+
+
+@pytest.mark.parametrize("returns_s", [61, 175, 181])
+@pytest.mark.parametrize("is_gone", [False, True])
+@pytest.mark.parametrize("is_before", [False, True])
+def test_after_a_silence_of_the_superlink_clients_have_two_minutes_to_return(
+    clock, returns_s, is_gone, is_before
+):
+    """As after an expired certificate, where the SuperNodes have ended."""
+    is_away = lambda: clock.now < 60  # noqa: E731
+    is_back = lambda: clock.now >= returns_s  # noqa: E731
+    says = lambda: "gone" if is_gone and not is_away() else ""  # noqa: E731
+    grid = ToyGrid(lambda node, before: "reply" if is_back() else says())
+    returned = lambda nodes, timeout_s: {node: node for node in nodes if is_back()}  # noqa: E731
+    exchange = Exchange(grid, str, returned, lambda: 6.0 if is_away() else 0.0)
+    silences = [60.0]
+    if is_before:
+        clock.now = 60.0
+    exchange.take_silence_s = lambda: 0.0 if is_away() or not silences else silences.pop()
+    [(_, found)] = outcomes(exchange.ask(to(5), 10, "round 1"))
+    assert (found == 5) == (returns_s < 180)
+
+
 def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch):
     stops, now = Stops(), time.monotonic()
     assert stops.take() == 0.0

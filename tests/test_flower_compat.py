@@ -145,20 +145,29 @@ def test_the_silence_of_a_superlink_is_measured(monkeypatch):
     now = 100.0
     monkeypatch.setattr(flower_compat.time, "monotonic", lambda: now)
     grid = SimpleNamespace(_retry_invoker=make_simple_http_retry_invoker())
-    silent_s = flower_compat.watch_superlink(grid)
+    silent_s, take_silence_s = flower_compat.watch_superlink(grid, min_s=5.0)
     seen = []
 
     def request():
         nonlocal now
         now += 40
         seen.append(silent_s())
-        grid._retry_invoker.invoke(lambda: None)  # another thread's, answered meanwhile
+        grid._retry_invoker.invoke(short)  # another thread's, answered meanwhile
         seen.append(silent_s())
+
+    def short():
+        nonlocal now
+        now += 4
 
     grid._retry_invoker.invoke(request)
     assert seen == [40.0, 0.0]
     assert silent_s() == 0.0
-    assert flower_compat.watch_superlink(object())() == 0.0
+    assert take_silence_s() == 0.0  # the answers of `short` came after 4 seconds
+    grid._retry_invoker.invoke(lambda: short() or short())
+    grid._retry_invoker.invoke(short)
+    assert take_silence_s() == 8.0
+    assert take_silence_s() == 0.0  # said once
+    assert [each() for each in flower_compat.watch_superlink(object(), 5.0)] == [0.0, 0.0]
 
 
 @pytest.fixture

@@ -165,17 +165,19 @@ def wait_out_time_outs(invoker: Any) -> Any:
     return invoker
 
 
-def watch_superlink(grid: object) -> Callable[[], float]:
-    """A function: for how many seconds a deployment's SuperLink has owed an answer and given none.
+def watch_superlink(grid: object, min_s: float) -> tuple[Callable[[], float], Callable[[], float]]:
+    """Two functions: for how many seconds a deployment's SuperLink has owed an answer and given
+    none; and for how many in all it did so, more than `min_s` each time, since the last call.
 
     Replaces the `invoke` of the grid's private retry invoker, through which every request goes. No
     public way. Always 0 in simulation.
     """
     invoker = getattr(grid, "_retry_invoker", None)
     if invoker is None:
-        return lambda: 0.0
+        return lambda: 0.0, lambda: 0.0
     invoke, numbers = invoker.invoke, itertools.count()
     open_since: dict[int, float] = {}
+    ended: list[float] = []  # seconds of each silence
     answered_at = float("-inf")
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -185,15 +187,20 @@ def watch_superlink(grid: object) -> Callable[[], float]:
         try:
             return invoke(*args, **kwargs)
         finally:
-            answered_at = time.monotonic()
-            del open_since[number]
+            before, answered_at = answered_at, time.monotonic()
+            silence_s = answered_at - max(open_since.pop(number), before)
+            if silence_s > min_s:
+                ended.append(silence_s)
 
     def silent_s() -> float:
         oldest = min(list(open_since.values()), default=None)
         return 0.0 if oldest is None else time.monotonic() - max(oldest, answered_at)
 
+    def take_silence_s() -> float:
+        return sum(ended.pop() for _ in range(len(ended)))
+
     invoker.invoke = watched
-    return silent_s
+    return silent_s, take_silence_s
 
 
 class BoundedPull:
