@@ -53,6 +53,12 @@ TEXTS = ("model", "versions", "keel", "device")  # of a roster entry, in one lin
 MAX_COUNTS = 100_000  # entries of a list in a roster entry
 MAX_COUNT = 10**12  # samples of one class
 MAX_METRICS = 256  # of a reply
+EXPECTED: dict[Any, str] = {  # of a request's values, by type
+    str: "a string",
+    bool: "true or false",
+    int: f"a whole number from 0 to {MAX_COUNT:g}",
+    list[int]: f"a list of whole numbers from 0 to {MAX_COUNT:g}",
+}
 MAX_INTEGER = 2**40  # of a counter
 METRIC_NAME = re.compile(r"(?!loss\.+\Z)[A-Za-z0-9._-]{1,64}")  # "loss/.." ends MLflow's round
 # error code of a client whose state is lost or ahead of the server; Flower's own are below 100
@@ -242,6 +248,12 @@ def read_request(message: Message, kind: type[Request]) -> Request:
             f"{in_one_line(values['code'], 16)}: start the SuperLink, or Ray, from the checkout "
             "that the run is submitted from"
         )
+    for each in fields(kind):
+        if each.type in EXPECTED and not has_type(each.type, value := values[each.name]):
+            raise ValueError(
+                f"the message's {each.name.replace('_', '-')} = {in_one_line(repr(value), 80)}: "
+                f"expected {EXPECTED[each.type]}"
+            )
     values["config"] = config_from_json(str(values["config"]))  # as `withholds_metrics` reads it
     values["data"] = dataset_spec_from_json(values["data"])
     return kind(**{name: values[name] for name in names})
@@ -635,9 +647,9 @@ def read_roster(message: Message) -> RosterEntry:
 
 
 def has_type(kind: object, value: object) -> bool:
-    """Whether value is a string, a count, or a list of counts, as `kind` says, within bounds."""
-    if kind is str:
-        return isinstance(value, str)
+    """Whether value is a string, a bool, a count or a list of counts, as `kind` says, in bounds."""
+    if kind in (str, bool):
+        return type(value) is kind
     counts = value if isinstance(value, list) else [value]
     are_counts = len(counts) <= MAX_COUNTS and all(
         type(n) is int and 0 <= n <= MAX_COUNT for n in counts

@@ -188,6 +188,27 @@ def test_a_request_of_another_version_names_the_field_that_is_missing():
         read_request(message(RecordDict({"round": record})), TrainRequest)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("round", 2.5, "a whole number from 0 to 1e+12"),
+        ("round", -1, "a whole number from 0 to 1e+12"),
+        ("round", True, "a whole number from 0 to 1e+12"),
+        ("checkpoint-rounds", 5, "a list of whole numbers from 0 to 1e+12"),
+        ("checkpoint-rounds", ["a"], "a list of whole numbers from 0 to 1e+12"),
+        ("evaluate", "yes\x1b[31m", "true or false"),
+        ("run-dir", 5, "a string"),
+    ],
+)
+def test_a_request_with_a_value_of_another_type_is_refused_before_training(name, value, expected):
+    record = request_record(TrainRequest(resolve_config({}), FACTS, 3, [2], False, "a"))
+    record[name] = value
+    with pytest.raises(ValueError, match=f"^the message's {name} = .*: expected ") as found:
+        read_request(message(RecordDict({"round": record})), TrainRequest)
+    assert str(found.value).endswith(f": expected {expected}")
+    assert str(found.value).isprintable()
+
+
 def test_a_reply_comes_out_as_it_went_in():
     metrics = {"num-examples": 12, "loss.supervised": 0.5, "personal-accuracy": 1.0}
     sent = TrainReply("site-u", 3, arrays(), {"control": torch.ones(2)}, metrics)
