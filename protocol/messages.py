@@ -733,13 +733,15 @@ def limit_of(name: str, array: torch.Tensor, limits: Mapping[str, float]) -> flo
 
 
 def out_of_range(arrays: Arrays, limits: Mapping[str, float]) -> str:
-    """The array that holds a value above its limit, or a variance below 0; "" for none."""
+    """The array that holds a value above its limit, or BatchNorm's below 0; "" for none."""
     for name, array in arrays.items():
         if not array.numel():
             continue
         low, high = extremes(array)
         if name.endswith("running_var") and low < 0:
             return f"array {name!r} holds negative variances"
+        if name.endswith("num_batches_tracked") and low < 0:
+            return f"array {name!r} holds negative counts"
         largest = max(high, -low)
         bound = limit_of(name, array, limits)
         if not largest <= bound:

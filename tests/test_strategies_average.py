@@ -338,6 +338,10 @@ bad_replies = {
         lambda r: with_array(r, "1.running_var", -r.arrays["1.running_var"]),
         "'1.running_var' holds negative variances",
     ),
+    "counter": (  # with momentum=None, clients divide by it: an average of -1 ends the run
+        lambda r: with_array(r, "1.num_batches_tracked", torch.tensor(-40)),
+        "'1.num_batches_tracked' holds negative counts",
+    ),
     "accuracy": (
         lambda r: replace(r, metrics=r.metrics | {"personal-accuracy": math.nan}),
         "personal-accuracy is nan, not from 0 to 1",
