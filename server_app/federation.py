@@ -21,7 +21,7 @@ from client_app.setup import dataset_spec_of, device_for, model_for, open_source
 from client_app.stacked import check_stackable
 from client_app.state import StateMemory, max_rounds_ahead, memories
 from protocol.code import line_in_method
-from protocol.config import RunConfig, resolve_config
+from protocol.config import RunConfig, resolve_config, with_current_names
 from protocol.files import private_files
 from protocol.flower_compat import has_own_clients, is_in_process_grid, watch_superlink
 from protocol.messages import (
@@ -112,6 +112,7 @@ def run_federation(
     ValueError, one line, before anything is trained, if the config, the data and the clients do not
     fit together. TooFewRepliesError and DivergedError end a run with its last checkpoint intact.
     """
+    overrides = with_current_names(overrides)  # warns, once
     config = resolve_config(overrides)
     resumed: RunDirectory | None = None
     overrides = {key: value for key, value in overrides.items() if key != "resume"}

@@ -103,7 +103,7 @@ class FedAdamStep(ServerOptimizer):
             delta = average[name] - current[name]
             if name not in self.m:
                 self.m[name] = torch.zeros_like(delta)
-                v_0 = o.tau**2 if o.form == "paper" else 0.0
+                v_0 = o.tau * o.tau if o.form == "paper" else 0.0
                 self.v[name] = torch.full_like(delta, v_0)
             self.m[name] = o.beta1 * self.m[name] + (1 - o.beta1) * delta
             self.v[name] = o.beta2 * self.v[name] + (1 - o.beta2) * delta.square()

@@ -92,6 +92,12 @@ def test_fedadam_equals_its_equations_by_hand_over_five_rounds(form, lr, beta1, 
                 assert_close(model[name], {at: w})
 
 
+def test_a_tau_whose_square_is_no_number_gives_no_traceback():
+    """Of a float, ** raises OverflowError; the run then ends as any other that diverges."""
+    stepped(step := fedadam(tau=1e300))
+    assert not all(array.isfinite().all() for array in step.state().values())
+
+
 @pytest.mark.parametrize("lambda_", [0.85, 0.3, 0.0])
 def test_fedacg_equals_its_equations_by_hand_over_five_rounds(lambda_):
     """wh = w + lambda m is sent; m <- lambda m + (A - wh); w <- w + m."""

@@ -1,5 +1,6 @@
 """`keel experiments`: run the papers' tables and figures, report, verify and list them."""
 
+import math
 import os
 import signal
 from collections.abc import Sequence
@@ -117,6 +118,8 @@ def run_command(
 
     if ray == "":
         raise ValueError("--ray is empty: expected HOST:PORT of a Ray cluster")
+    if gpus_per_run is not None and not math.isfinite(gpus_per_run):
+        raise ValueError(f"--gpus-per-run {gpus_per_run:g}: expected a finite number >= 0")
     refuse_unknown("--scale", scale, list(SCALES))
     refuse_unknown("--grid", grid, ["full", "paper"])
     loaded = load_recipe(recipe)

@@ -741,8 +741,9 @@ def test_with_the_newest_checkpoint_damaged_too_the_one_before_serves(
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="keel"):
         resume(broken)
-    [warning] = caplog.messages
+    warning, *others = caplog.messages
     assert warning == f"{newest} is damaged: skipped, the run continues from round 2"
+    assert all(text.startswith("lr has no effect: fedreco has") for text in others)
     assert warning in (broken / "run.log").read_text()
     assert_same_run(broken, whole)
 
@@ -1331,6 +1332,13 @@ def test_a_model_that_is_finite_but_whose_loss_is_not_is_warned_of(run, caplog):
     assert line["global"]["loss"] is None
     text = "round 1: the global model's loss on the test set is nan: the model has diverged"
     assert [m for m in caplog.messages if m.startswith(text) and "server's learning rate" in m]
+
+
+def test_an_old_key_is_warned_of_once(run, caplog):
+    folder = run({"server": "fedavgm", "num-rounds": 1})
+    [line] = [text for text in caplog.messages if "is now called" in text]
+    assert line == "server is now called server-optimizer; the old name works until Keel 0.3"
+    assert json.loads((folder / "config.json").read_text())["overrides"]["server-optimizer"]
 
 
 def test_a_diverged_state_of_the_server_ends_the_run_before_it_is_in_a_checkpoint(

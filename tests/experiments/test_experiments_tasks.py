@@ -189,6 +189,13 @@ def test_an_empty_cluster_address_is_refused(refusal, tmp_path):
     assert error == "error: --ray is empty: expected HOST:PORT of a Ray cluster\n"
 
 
+def test_a_share_of_a_gpu_that_is_no_number_is_refused(refusal, tmp_path):
+    error = refusal(
+        "experiments", "run", str(sweep), "--output", str(tmp_path), "--gpus-per-run", "nan"
+    )
+    assert error == "error: --gpus-per-run nan: expected a finite number >= 0\n"
+
+
 def test_a_cluster_of_the_environment_is_used(refusal, tmp_path, monkeypatch):
     """The runs were executed on this machine alone, and nothing said so."""
     with socket.socket() as taken:
