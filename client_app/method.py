@@ -8,7 +8,7 @@ method's options (`protocol.options`).
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -62,13 +62,14 @@ def phases_of(method: "Method", ctx: RoundContext) -> Phases:
 
 def train_alone(ctx: RoundContext, phases: Phases) -> Update:
     """The update of one client's phases, one after the other."""
-    try:
-        phase = next(phases)
-        while True:
-            phase = phases.send(train_phase(ctx, phase))
-    except StopIteration as end:
-        update: Update = end.value
-        return update
+    descent: Any = None  # starts the generator
+    while True:
+        try:
+            phase = phases.send(descent)
+        except StopIteration as end:
+            update: Update = end.value
+            return update
+        descent = train_phase(ctx, phase)  # outside: a StopIteration of a loss is an error
 
 
 @dataclass(frozen=True)

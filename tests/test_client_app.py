@@ -703,6 +703,14 @@ class UnknownLayer(FedProx):
         return ["conv1", "conv99"]
 
 
+@dataclass(frozen=True)
+class EmptySearch(FedProx):
+    """`next` of nothing raises what also ends a generator, such as `phases`."""
+
+    def penalty(self, batch):
+        return next(iter(batch.reps)).sum()
+
+
 SCALAR = "expected a scalar Tensor"
 MISTAKES = {
     ConstantLoss: r"method fedprox: the loss \(supervised \+ penalty\) depends on no weight that",
@@ -710,6 +718,7 @@ MISTAKES = {
     ForgottenReturn: rf"ForgottenReturn.penalty \(.*:\d+\) returned NoneType: {SCALAR}; for no p",
     PenaltyPerSample: rf"PenaltyPerSample.penalty \(.*:\d+\) returned shape \[\d+\]: {SCALAR}",
     WithoutItsFlag: r"WithoutItsFlag.penalty \(.*:\d+\) reads batch.reps_global: set uses_g",
+    EmptySearch: r"StopIteration",
     NoUpdate: r"NoUpdate.finish \(.*:\d+\) returned NoneType: expected an Update$",
     TextAsTerm: r"TextAsTerm: Update.terms\['supervised'\] is 'x': expected a number$",
     InPlace: r"InPlace changes ctx.received\['stages.conv1.body.weight'\] in place",
