@@ -173,7 +173,7 @@ def _trunk_of(name: str, input_shape: tuple[int, int, int], *options: object) ->
 
 
 def _check_tensors(trunk: Trunk, name: str, has_statistics: bool) -> None:
-    """ValueError for a type that cannot be sent, or for statistics that MODELS does not know of.
+    """ValueError for a type that cannot be sent, a frozen weight, or statistics not in MODELS.
 
     has_statistics: whether the network has BatchNorm, as the config reads it from MODELS: methods
     without BatchNorm and private runs refuse it.
@@ -184,6 +184,12 @@ def _check_tensors(trunk: Trunk, name: str, has_statistics: bool) -> None:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             found = str(tensor.dtype).removeprefix("torch.")
             raise ValueError(f"{place}: {key} is {found}: expected one of {allowed}")
+    for key, parameter in chain.named_parameters():
+        if not parameter.requires_grad:  # training would set it
+            raise ValueError(
+                f"{place}: {key} has requires_grad = False: Keel trains every parameter; store "
+                "what stays constant in a buffer (register_buffer)"
+            )
     for key, module in chain.named_modules():
         if isinstance(module, _NormBase) and module.track_running_stats and not has_statistics:
             raise ValueError(

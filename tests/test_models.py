@@ -474,9 +474,16 @@ def with_buffer(buffer):
     return with_stage("conv1", Stage(nn.Conv2d(3, 8, 3), tail), 7200)
 
 
+def with_frozen_weights(input_shape, norm):
+    stage = conv(3)
+    stage.body.bias.requires_grad_(False)
+    return Trunk({"conv1": stage}, nn.Flatten(), 7200)
+
+
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
+        (with_frozen_weights, r": conv1\.body\.bias has requires_grad = False: .* buffer"),
         (with_a_list_of_stages, ": expected a dict of at least one stage"),
         (with_stage("features", conv(3)), ": stage 'features' .* one of features, logits, proj"),
         (with_weights_after_the_stages, r": to_features has weights \(1.weight, 1.bias\)"),
