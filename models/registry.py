@@ -150,6 +150,8 @@ def _trunk_of(name: str, input_shape: tuple[int, int, int], *options: object) ->
             x = torch.zeros(1, *input_shape)
             for place, part in (parts | {"to_features": trunk.to_features}).items():
                 version, out = x._version, part(x)
+                if not isinstance(out, torch.Tensor):  # as nn.LSTM's
+                    raise TypeError(f"{place} returned {type(out).__name__}: expected a Tensor")
                 overwriting += [place] * (x._version != version)
                 x = out
     except Exception as error:

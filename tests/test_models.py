@@ -480,10 +480,21 @@ def with_frozen_weights(input_shape, norm):
     return Trunk({"conv1": stage}, nn.Flatten(), 7200)
 
 
+class TwoOutputs(nn.Module):
+    """Returns a tuple, as nn.LSTM and nn.MultiheadAttention do."""
+
+    def forward(self, x):
+        return x, x
+
+
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
         (with_frozen_weights, r": conv1\.body\.bias has requires_grad = False: .* buffer"),
+        (
+            with_stage("conv1", Stage(TwoOutputs(), nn.ReLU())),
+            ": .* TypeError: body of conv1 returned tuple: expected a Tensor$",
+        ),
         (with_a_list_of_stages, ": expected a dict of at least one stage"),
         (with_stage("features", conv(3)), ": stage 'features' .* one of features, logits, proj"),
         (with_weights_after_the_stages, r": to_features has weights \(1.weight, 1.bias\)"),
