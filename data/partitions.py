@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from protocol.code import place_of
 from protocol.text import num_of
 
 # A Dirichlet split that fails this often is practically impossible.
@@ -286,15 +287,21 @@ def partition_indices(
     """
     partition, taken = PARTITIONS[name]
     chosen = {option: value for option, value in options.items() if option in taken}
-    parts = partition(labels, num_clients, seed=seed, **chosen)
+    place = f"partition = {name!r}: {place_of(partition)}"
+    try:
+        parts = partition(labels, num_clients, seed=seed, **chosen)
+    except ValueError:  # says itself what is wrong
+        raise
+    except Exception as error:
+        raise ValueError(f"{place}: {type(error).__name__}: {error}") from error
     if (
         not isinstance(parts, Parts)
         or len(parts) != num_clients
         or not np.array_equal(np.sort(parts.indices), np.arange(len(labels)))
     ):
         raise ValueError(
-            f"partition = {name!r}: {partition.__name__} (data/partitions.py) must return Parts "
-            f"that give each of the {len(labels)} samples to exactly one of {num_clients} clients"
+            f"{place} must return Parts that give each of the {len(labels)} samples to exactly one "
+            f"of {num_clients} clients"
         )
     return parts
 

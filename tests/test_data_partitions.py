@@ -471,3 +471,10 @@ def test_a_split_that_leaves_out_or_repeats_samples_is_refused(split, monkeypatc
 def test_owners_of_a_split_that_are_none_are_named(owners, found):
     with pytest.raises(ValueError, match=rf"^Parts: expected 6 owners, .* found {found}$"):
         Parts(np.arange(6), owners, 3)
+
+
+def test_an_error_of_a_split_names_the_split(monkeypatch):
+    monkeypatch.setitem(PARTITIONS, "own", (lambda labels, n, seed: 1 / 0, ()))
+    expected = r"partition = 'own': .*<lambda> \(.*:\d+\): ZeroDivisionError: division by zero$"
+    with pytest.raises(ValueError, match=expected):
+        partition_indices("own", np.zeros(7, int), 3, seed=0)
