@@ -6,6 +6,7 @@ raises RuntimeError, one line, if it failed. A KeyboardInterrupt stops the run c
 
 import logging
 import math
+import os
 import queue
 import re
 import shlex
@@ -16,6 +17,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -91,9 +93,27 @@ def run_in_process(job: Job, terminal: Terminal) -> None:
     with uninterrupted():
         from server_app.inline import run_inline
 
+    check_not_forked()
     terminal.phase("reading data")
     with one_run, torch_defaults(), program_log_level():
         run_inline(job.overrides, job.num_clients, observers=[terminal])
+
+
+@cache
+def process_of_runs() -> int:
+    """The process whose first run called this; a process that is forked from it inherits it."""
+    return os.getpid()
+
+
+def check_not_forked() -> None:
+    """ValueError in a process forked after a run, where PyTorch would wait for its threads."""
+    import torch
+
+    if process_of_runs() != os.getpid() and torch.get_num_threads() > 1:
+        raise ValueError(
+            "this process was forked from one that has trained, whose PyTorch threads it lacks: "
+            'start it with multiprocessing.get_context("spawn")'
+        )
 
 
 @contextmanager

@@ -120,6 +120,30 @@ def test_a_run_neither_reads_nor_changes_torchs_settings(home):
     assert same_bits(expected, final_model(run.directory))
 
 
+FORKED_AFTER_A_RUN = """
+import faulthandler, os, sys, keel, torch
+torch.set_num_threads(2)
+keys = {"method": "fedavg", "model": "cnn-fedreco", "num-rounds": 1, "data-fraction": 0.1}
+keel.run(keys, clients=2, quiet=True)
+if child := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+faulthandler.dump_traceback_later(30, exit=True)  # where it waits
+try:
+    keel.run(keys, clients=2, quiet=True)
+except ValueError as error:
+    print(error, flush=True)
+    os._exit(3)
+"""
+
+
+def test_a_run_in_a_process_that_was_forked_after_a_run_is_refused(home):
+    """Its threads are not those of the parent: PyTorch waited for them for ever."""
+    command = [sys.executable, "-c", FORKED_AFTER_A_RUN]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 3, ended.stderr
+    assert 'multiprocessing.get_context("spawn")' in ended.stdout
+
+
 def test_keel_has_the_version_of_the_project():
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     assert keel.__version__ == project["version"]
