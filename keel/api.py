@@ -44,7 +44,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """finished, stopped, running, interrupted, or failed with the reason."""
+        """finished, stopped, running, interrupted, moved or deleted, or failed with the reason."""
         return self._saved.state
 
     @property
@@ -55,7 +55,7 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """The content of summary.json: state, accuracies, seconds, bytes."""
-        return dict(self._saved.summary)
+        return dict(self._read(self._saved.summary))
 
     @property
     def history(self) -> Any:
@@ -63,12 +63,18 @@ class Run:
 
         A pandas DataFrame with the round as its index if pandas is installed, else a list of dicts.
         """
-        rows = self._saved.rows()
+        rows = self._read(self._saved.rows())
         if find_spec("pandas") is None:
             return rows
         import pandas  # type: ignore[import-untyped,unused-ignore]
 
         return pandas.DataFrame(rows).set_index("round") if rows else pandas.DataFrame()
+
+    def _read(self, found: Any) -> Any:
+        """What was found. ValueError if it is empty because the directory is not there any more."""
+        if not found and not self.directory.exists():
+            raise ValueError(f"{self.directory} does not exist: it was moved or deleted")
+        return found
 
     def model(self, client: str = "") -> "TrainedModel":
         """The final global model, or the personal model of a client such as "client-0000"."""

@@ -31,6 +31,7 @@ from server_app.summary import (
 
 CONFIG_FILE, LOCK_FILE = "config.json", ".lock"
 STARTING, RUNNING, FINISHED, INTERRUPTED = "starting", "running", "finished", "interrupted"
+GONE = "moved or deleted"
 # of states in a terminal; other states are red
 COLOURS = {FINISHED: "green", RUNNING: "cyan", "stopped": "yellow", INTERRUPTED: "yellow"}
 DAMAGE = (OSError, ValueError, TypeError, KeyError, AttributeError)  # of a file of any content
@@ -101,7 +102,13 @@ class SavedRun:
 
     @property
     def state(self) -> str:
-        """finished, stopped, failed: ..., running, interrupted, or which file is damaged."""
+        """finished, stopped, failed: ..., running, interrupted, or which file is damaged.
+
+        "moved or deleted" if the directory is not there any more.
+        """
+        with suppress(PermissionError):  # of a folder above
+            if not self.directory.exists():
+                return GONE
         try:
             self.config  # noqa: B018  # read for its error
         except ValueError:

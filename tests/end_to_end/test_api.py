@@ -77,6 +77,21 @@ def test_history_model_and_plot(home, capsys, monkeypatch):
     np.testing.assert_allclose(line.get_ydata(), [100 * value for value in accuracies])
 
 
+def test_a_run_whose_directory_is_gone_is_neither_damaged_nor_empty(home, tmp_path):
+    """It had no rounds and no summary, and a finished one that was moved was interrupted."""
+    run = keel.run(SMALL, clients=2, quiet=True)
+    unread, read = keel.load_run(run.directory), keel.load_run(run.directory)
+    assert read.state == "finished"
+    rows = len(read.history)
+    run.directory.rename(tmp_path / "moved")
+    assert unread.state == read.state == "moved or deleted"
+    for what in ("history", "summary", "config"):
+        with pytest.raises(ValueError, match=rf"^{run.directory} does not exist: "):
+            getattr(unread, what)
+    assert len(read.history) == rows
+    assert read.summary["status"] == "finished"
+
+
 def test_runs_in_threads_are_those_made_one_after_the_other(home):
     """Two that draw their first weights at once would draw them from one generator."""
 
