@@ -462,13 +462,16 @@ def test_a_resume_from_either_checkpoint_is_not_behind(state, asked):
     assert not list(state.folder.glob("*.set-aside"))
 
 
-def test_saving_over_much_newer_versions_sets_them_aside(state):
-    for n in (5, 6, 50):
+@pytest.mark.parametrize("newest", [8, 50])  # 8: the first from which a reset is needed
+def test_saving_over_much_newer_versions_sets_them_aside(state, newest):
+    for n in (5, 6, newest):
         state.save(n, groups(n))
+    with pytest.raises(ResetNeeded, match="the server is behind"):
+        state.load(before_round=5)
     state.save(5, groups(7))
-    assert rounds(state) == [5, 5, 6, 50]
+    assert rounds(state) == [5, 5, 6, newest]
     names = [path.name[:11] for path in sorted(state.folder.glob("*.set-aside"))]
-    assert names == ["round-00005", "round-00006", "round-00050"]
+    assert names == ["round-00005", "round-00006", f"round-{newest:05d}"]
     assert_is(state.load(before_round=6), 7)
 
 

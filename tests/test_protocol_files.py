@@ -117,6 +117,16 @@ def test_files_are_private_until_the_last_thread_that_asked_for_it_is_done(tmp_p
     assert modes == {"private": 0o600, "after": 0o644}
 
 
+def test_an_error_leaves_the_umask_as_it_was():
+    before = os.umask(0o022)
+    try:
+        with pytest.raises(OSError, match="full"), private_files():
+            raise OSError("full")
+        assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(before)
+
+
 def test_a_read_only_file_system_is_an_error_that_names_the_file(tmp_path, monkeypatch):
     def refuse(path, *_, **__):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
