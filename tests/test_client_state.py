@@ -1,5 +1,6 @@
 """What a client keeps: whole or not there, by round, and never replaced in silence."""
 
+import errno
 import logging
 import os
 import resource
@@ -12,8 +13,9 @@ import torch
 from client_fixtures import assert_same_bits
 from safetensors.torch import save
 
+import client_app.state
 from client_app.state import ResetNeeded, StateFolder, StateMemory, max_rounds_ahead
-from protocol.files import digest
+from protocol.files import digest, write_atomically
 
 
 def groups(seed):
@@ -293,6 +295,7 @@ def test_a_kill_in_the_middle_of_a_write_leaves_the_old_version(state, where, ca
     assert_is(state.load(before_round=9), 4)
     state.save(5, groups(5))
     assert_is(state.load(before_round=9), 5)
+    assert rounds(state) == [4, 5]  # and the part is gone
     assert not caplog.records
 
 
@@ -302,6 +305,38 @@ def test_a_kill_before_the_replaced_versions_are_gone_leaves_the_new_one(state):
     killed_while_saving(state, "unlink", type(state.folder))  # round 5, after a resume
     assert rounds(state) == [4, 5, 6]
     assert_is(state.load(before_round=6), 5)  # what round 6 reads when it is trained again
+
+
+@pytest.mark.parametrize("before", ["", "first"])
+def test_no_version_is_written_before_its_runs_id_is_on_the_disk(tmp_path, monkeypatch, before):
+    """A power cut in between would let another run of the name use it, or refuse its own run."""
+    if before:
+        StateFolder(tmp_path / "site", run_id=before).save(1, groups(1))
+    state, write, written = StateFolder(tmp_path / "site", run_id="second"), write_atomically, []
+
+    def note(path, *pieces):
+        written.append(path.name[:11])
+        write(path, *pieces)
+
+    monkeypatch.setattr(client_app.state, "write_atomically", note)
+    state.save(1, groups(2))
+    assert written == ["run-id", "round-00001"]
+
+
+def test_a_full_disk_uses_up_no_reset(state, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for n in (48, 49, 50):
+        state.save(n, groups(n))
+    (state.folder / "reset-state").touch()
+    assert state.load(before_round=1) == {}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            state.save(1, groups(1))
+    assert rounds_of(state) == [48, 49, 50]
+    assert state.load(before_round=1) == {}  # the operator need not allow it again
 
 
 def test_a_reset_that_0_1_recorded_still_counts(state):
