@@ -685,6 +685,14 @@ class StateNamedUpdate(FedProx):
 
 
 @dataclass(frozen=True)
+class NanState(FedProx):
+    is_stateful: ClassVar[bool] = True
+
+    def finish(self, update, ctx):
+        return replace(update, state={"head": {"bias": torch.tensor([1.0, torch.nan])}})
+
+
+@dataclass(frozen=True)
 class WithoutItsFlag(FedProx):
     def penalty(self, batch):
         (z_g,) = batch.reps_global
@@ -725,6 +733,7 @@ MISTAKES = {
     ExtraInPlace: r"ExtraInPlace changes ctx.extra\['prototypes'\] in place",
     StateInPlace: r"StateInPlace changes ctx.state\['h'\]\['n'\] in place",
     StateNamedUpdate: r"not finite in 'update'; the client state is unchanged",
+    NanState: r"not finite in 'head'; the client state is unchanged",
     NanPenalty: r"not finite in 'update'; .* The loss term `penalty` is nan in step 1$",
 }
 
@@ -739,6 +748,7 @@ def test_a_mistake_in_a_method_says_which_function_and_what_is_expected(
     StateFolder(tmp_path / "clients" / "client-0000").save(1, {"h": {"n": torch.ones(1)}})
     reason = error_of(Client(config, tmp_path).ask("train", 2, initial(config), extra=extra))
     assert re.search(MISTAKES[mistake], reason), reason
+    assert [path.name[:11] for path in tmp_path.glob("clients/*/*")] == ["round-00001"]
 
 
 @dataclass(frozen=True)
@@ -867,7 +877,31 @@ def test_an_error_leaves_the_process_able_to_answer_the_next(tmp_path):
     config = make_config()
     client = Client(config, tmp_path)
     assert client.ask("train", 1, {}).has_error()
+    with ThreadPoolExecutor(1) as pool:  # the turn is free, also for another client's thread
+        assert pool.submit(turn._lock.acquire, blocking=False).result()
+        pool.submit(turn._lock.release).result()
     assert not client.ask("train", 1, initial(config)).has_error()
+
+
+@dataclass(frozen=True)
+class NotesThreads(FedProx):
+    def finish(self, update, ctx):
+        return replace(update, terms=update.terms | {"threads": float(torch.get_num_threads())})
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_client_trains_with_the_runs_threads_whatever_the_process_has(
+    threads, tmp_path, monkeypatch
+):
+    """The order of floating-point sums, and so the bits, depend on their number."""
+    with_method(monkeypatch, "fedprox", NotesThreads)
+    config, before = make_config(method="fedprox", threads=threads), torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        reply = read_reply(Client(config, tmp_path).ask("train", 1, initial(config)))
+    finally:
+        torch.set_num_threads(before)
+    assert reply.metrics["loss.threads"] == threads
 
 
 ALLOC_FAILED = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
