@@ -234,6 +234,25 @@ def test_on_a_cpu_tf32_is_fp32_and_the_settings_are_put_back():
     assert after == before
 
 
+def test_clients_that_train_together_have_the_runs_threads(monkeypatch):
+    """In stacked runs, another thread trains them than the one that has begun the round."""
+    seen, config, before = [], make_config(threads=2), torch.get_num_threads()
+
+    def train(methods, ctxs):
+        seen.append(torch.get_num_threads())
+        return []
+
+    monkeypatch.setattr("client_app.handlers.train_stacked", train)
+    cache = ProcessCache()
+    try:
+        ctxs = [make_round(config, partition=n, cache=cache) for n in range(2)]
+        torch.set_num_threads(3)
+        train_together([method_of(config)] * 2, ctxs)
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [2]
+
+
 def test_threads_are_the_workers_share_or_as_asked(monkeypatch):
     before = torch.get_num_threads()
     try:

@@ -1,5 +1,7 @@
 """What a worker keeps warm: samples within a limit, of this run alone, and never other values."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from client_fixtures import assert_same_bits, facts, make_config, make_round, train
@@ -25,6 +27,18 @@ def test_another_run_has_other_samples():
     first = make_round(config, cache=cache).train_samples
     assert make_round(make_config(seed=1), cache=cache).train_samples is not first
     assert make_round(config, cache=cache).train_samples is not first  # it was let go
+
+
+def test_other_statistics_or_another_device_have_other_samples_and_networks():
+    """Of servers with one config, and of clients that share a worker."""
+    config, cache, node = make_config(), ProcessCache(), {"partition-id": 0, "num-partitions": 2}
+    data, cpu, meta = facts(config), torch.device("cpu"), torch.device("meta")
+    first, _ = cache.samples(config, data, node, cpu)
+    other, _ = cache.samples(config, replace(data, mean=(0.25,)), node, cpu)
+    assert (*first.pixels.mean, *other.pixels.mean) == (*data.mean, 0.25)
+    for device in (cpu, meta, cpu):
+        model = cache.network(config, data, config.model.model, "local", device)
+        assert {weight.device for weight in model.parameters()} == {device}
 
 
 def test_the_clients_used_last_are_kept_within_the_limit(monkeypatch):
