@@ -122,6 +122,20 @@ def test_a_stranger_and_one_that_does_not_fit_are_named_once_and_left_out(fleet,
     assert roster.keys() == {1, 2, 3}
 
 
+def test_who_joins_and_who_is_refused_is_noted_for_the_audit_log(fleet):
+    grid, _, registry = fleet
+    notes = []
+    registry.note = lambda event, **fields: notes.append((event, fields))
+    grid.nodes[8] = None
+    registry.refresh()
+    grid.nodes[9] = grid.nodes.pop(2)
+    registry.refresh()
+    assert notes == [
+        ("refused", {"node": 8, "reason": "no data"}),
+        ("joined", {"client": "b", "node": 9}),
+    ]
+
+
 @pytest.mark.parametrize("text", [None, "", "\n \u202e"])
 def test_a_refusal_without_a_printable_reason_is_named_by_its_code(fleet, monkeypatch, text):
     grid, _, registry = fleet

@@ -32,7 +32,7 @@ superlink = 1  # the source of a reply that it gives in a node's place
 class ToyGrid:
     """Nodes answer when `answers` says so: node, times asked before -> what, or "".
 
-    what: "reply"; "gone", "lost" or "killed", errors; "slow", which blocks the pull until
+    what: "reply"; "gone", "lost", "killed" or "large", errors; "slow", which blocks the pull until
     `release` is set; "unreadable", which makes it raise.
 
     Those in `unknown` are not even sent to.
@@ -75,10 +75,12 @@ class ToyGrid:
                 found.append(
                     Message(RecordDict({"from": ConfigRecord({"n": node})}), reply_to=message)
                 )
-            elif what in ("gone", "lost", "killed", "mute"):
+            elif what in ("gone", "lost", "killed", "mute", "large"):
                 codes = {"gone": "NODE_UNAVAILABLE", "lost": "MESSAGE_UNAVAILABLE"}
                 codes |= {"killed": "CLIENT_APP_CRASHED", "mute": "UNKNOWN"}
+                codes |= {"large": "REPLY_MESSAGE_UNAVAILABLE"}
                 reasons = {"gone": "no heartbeat", "mute": "no answer in time"}
+                reasons |= {"large": "the reply has more than the bound of 10 bytes"}
                 reason = reasons.get(what, "not found")
                 error = Error(getattr(ErrorCode, codes[what]), reason)
                 found.append(Message(error, reply_to=message))
@@ -553,6 +555,14 @@ def test_a_reply_that_was_lost_is_asked_for_again_twice_at_most(hurry, caplog, w
         f"round 1: client a's {why}: asked again",
         f"round 1: client b's {why}: asked again",
     ]
+
+
+def test_a_reply_that_is_too_large_is_named_and_not_asked_for_again(hurry):
+    grid = ToyGrid(lambda node, before: "large")
+    exchange = Exchange(grid, returned=lambda nodes, timeout_s: {})
+    replies = exchange.ask(to(5), 5, "round 1", max_bytes=10)
+    assert outcomes(replies) == [(5, "the reply has more than the bound of 10 bytes")]
+    assert grid.pushes == [5]
 
 
 @pytest.mark.parametrize(("at_s", "ttl_s"), [(20.0, [30.0]), (44.0, [6.0]), (45.1, [])])

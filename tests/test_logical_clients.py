@@ -487,6 +487,20 @@ def test_a_sum_of_an_earlier_round_is_not_taken():
     assert taken == [("now", [2])]
 
 
+def test_a_sum_is_of_the_clients_that_answered_alone():
+    """With one that failed among them, the server would reject the sum."""
+    taken, below = [], Nodes(1)
+    grid = LogicalGrid(below, 40)
+    replies = [RecordDict(), Error(1, "its disk is full")]
+    below.answer = lambda message: Message(
+        simulated_reply(replies, {"w": torch.ones(2)}), reply_to=message
+    )
+    shares = {"arrays": {2: 0.5, 3: 0.5}}
+    grid.summing = Summing(shares, {}, {"arrays": {}}, lambda nodes, sums: taken.append(nodes))
+    assert len(list(grid.pull_messages(asked(grid, [2, 3])))) == 2
+    assert taken == [[2]]
+
+
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # pytest resets Keel's
 def test_a_sum_is_read_from_shared_memory_and_then_let_go(monkeypatch):
     """Ray keeps what is pickled out of band in shared memory; Flower still holds the message."""

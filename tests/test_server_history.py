@@ -8,6 +8,7 @@ import errno
 import gc
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -110,6 +111,21 @@ def test_truncation_drops_the_rounds_after_the_last_and_renames_the_others(old_r
     [line] = read_history(path)
     assert json.loads(path.read_text()) == line
     assert "rejected" in line
+
+
+def test_a_kill_during_truncation_leaves_the_history_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "history.jsonl"
+    for number in (1, 2, 3):
+        append_history(path, line_of(number))
+    before = path.read_bytes()
+
+    def killed(*what):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        truncate_history(path, 2)
+    assert path.read_bytes() == before
 
 
 def test_truncation_gives_whole_lines_one_at_a_time_and_returns_them_without_clients(tmp_path):

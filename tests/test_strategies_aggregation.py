@@ -116,6 +116,21 @@ def test_a_running_mean_has_the_same_bits_in_any_order_and_grouping(order, missi
     assert mean["steps"].dtype == torch.int64
 
 
+def test_the_mean_does_not_depend_on_the_order_in_which_a_set_has_the_clients():
+    """Which differs between processes. Weights that `max-weight-share` has cut are no integers."""
+    weights = {f"c{i}": 10.0 ** (i % 7) / 3 for i in range(21)}
+    arrays = {"w": torch.linspace(-3, 3, 50, dtype=torch.float64)}
+    kept, means = [*weights][:20], []
+    for clients in (kept, kept[::-1], sorted(kept, key=weights.get)):
+        running = RunningMean(weights, {"w": 1e5})
+        for client in kept:
+            running.add(client, arrays, {})
+        running.added = dict.fromkeys(clients).keys()
+        means.append(running.mean(arrays))
+    assert same_bits(means[0], means[1])
+    assert same_bits(means[0], means[2])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64])
 def test_an_exact_sum_does_not_modify_what_it_adds(dtype):
     """In one process, they may be the client's state or the received arrays."""
