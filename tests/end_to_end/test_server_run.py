@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import gc
+import io
 import json
 import logging
 import math
@@ -960,6 +961,22 @@ def test_what_a_run_writes_is_for_its_user_alone(run):
     folder = run({"method": "moon", "num-rounds": 1})
     for path in [folder, *folder.rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_no_file_of_a_run_is_written_in_place(run, monkeypatch, tmp_path):
+    """A kill in between would leave half a file where the next command expects a whole one."""
+    written, opened = set(), io.open
+
+    def note(file, mode="r", *how, **more):
+        if "w" in mode and tmp_path in Path(file).parents:
+            written.add(re.sub(r"[.][0-9a-f.]{20,}part$", ".part", Path(file).name))
+        return opened(file, mode, *how, **more)
+
+    monkeypatch.setattr(io, "open", note)  # of pathlib
+    resume(run({"method": "moon", "num-rounds": 1}), num_rounds=2)
+    names = ("config", "roster", "manifest", "summary")
+    assert {".model.safetensors.part", *(f".{name}.json.part" for name in names)} < written
+    assert {name for name in written if not name.endswith(".part")} == {".lock"}
 
 
 def test_a_damaged_checkpoint_goes_when_its_round_is_done_again_and_the_good_one_stays(tmp_path):
