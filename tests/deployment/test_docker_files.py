@@ -115,6 +115,39 @@ def test_private_keys_stay_out_of_the_containers_that_run_the_code(name):
             assert {found and found[2] for found in inside} == allowed[kind], service
 
 
+@pytest.mark.parametrize("name", ["server", "local"])
+def test_the_superlink_takes_registered_keys_alone_over_tls_and_keeps_its_database(name):
+    superlink, serverapp = (files[name]["services"][s] for s in ("superlink", "serverapp"))
+    assert {
+        "--enable-supernode-auth",
+        "--ssl-certfile=/credentials/server.pem",
+        "--ssl-keyfile=/credentials/server.key",
+        "--superexec-auth-secret-file=/credentials/executor.secret",
+        "--database=/state/superlink.db",
+    } <= {*superlink["command"]}
+    assert "--insecure" not in superlink["command"] + serverapp["command"]
+    for service in (superlink, serverapp):  # the database; the runs with their checkpoints
+        assert mounts(service)["state"] in files[name]["volumes"]
+
+
+@pytest.mark.parametrize(("name", "service"), [("client", "supernode"), ("local", "supernode-0")])
+def test_a_supernode_talks_to_the_server_of_its_authority_with_its_key(name, service):
+    about = files[name]["services"][service]
+    options = {"--root-certificates=/credentials/ca.pem", "--auth-supernode-private-key"}
+    command = [*about.get("entrypoint", []), *about["command"]]
+    assert options <= {each.removesuffix("=/credentials/client.key") for each in command}
+    assert "--insecure" not in command
+
+
+def test_what_the_worker_reads_from_its_environment_reaches_it():
+    source = (app_folder / "client_app" / "worker_server.py").read_text()
+    read = {*re.findall(r'environ.get\("(KEEL_\w+)"\)', source)}
+    assert read >= {"KEEL_DEVICE", "KEEL_GPU_SHARE", "KEEL_KEEP_DAYS"}
+    environment = files["client"]["services"]["worker"]["environment"]
+    for name in read:
+        assert environment[name].startswith(f"${{{name}:-")
+
+
 def test_a_site_s_privacy_limits_reach_the_process_that_enforces_them():
     """Set beside `make deploy-client`, they would otherwise look as if they held."""
     environment = files["client"]["services"]["worker"]["environment"]
@@ -190,9 +223,10 @@ def test_the_serverapp_reads_whose_key_each_client_s_is_and_cannot_change_it(nam
 
 @pytest.mark.parametrize("name", files)
 def test_every_service_has_a_limit_of_memory_and_processes(name):
-    for service in files[name]["services"].values():
-        assert re.fullmatch(r"\$\{KEEL_(SERVER_|WORKER_)?MEMORY:-\d+g\}", service["mem_limit"])
-        assert service["pids_limit"] == 4096
+    for service, about in files[name]["services"].items():
+        kind = {"serverapp": "SERVER_", "worker": "WORKER_"}.get(service.rstrip("-0123456789"), "")
+        assert re.fullmatch(rf"\$\{{KEEL_{kind}MEMORY:-\d+g\}}", about["mem_limit"]), service
+        assert about["pids_limit"] == 4096
 
 
 @pytest.mark.parametrize("name", files)
