@@ -5,6 +5,7 @@ import inspect
 import logging
 import time
 import tomllib
+from contextlib import suppress
 from types import SimpleNamespace
 
 import httpx
@@ -13,6 +14,7 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
 from flwr.supercore.retry import make_simple_http_retry_invoker
 from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
@@ -330,3 +332,18 @@ def test_the_connections_that_flower_makes_are_known():
     made = tomllib.loads(DEFAULT_FLOWER_CONFIG_TOML)["superlink"]
     named = {name for name, connection in made.items() if isinstance(connection, dict)}
     assert named == set(FLOWER_CONNECTIONS)
+
+
+def test_of_a_reply_beyond_its_bound_nothing_more_is_fetched():
+    fetched = []
+
+    def pull(object_ids, fetch, **options):  # as Flower's, which fetches several at once
+        for object_id in object_ids:
+            with suppress(ObjectPullError):
+                fetch(object_id)
+        return {}
+
+    bounded = flower_compat.BoundedPull(pull)
+    bounded.max_bytes = 10
+    bounded(["a", "b", "c", "d"], lambda object_id: fetched.append(object_id) or b"12345678")
+    assert fetched == ["a", "b"]

@@ -1057,6 +1057,16 @@ def test_only_the_number_of_rounds_may_be_new_on_resume(run):
     assert json.loads((folder / "config.json").read_text())["overrides"]["num-rounds"] == 1
 
 
+def test_a_run_whose_result_depends_on_its_number_of_rounds_keeps_it(run):
+    """FedRep with final epochs: after its last round, each client has tuned its head already."""
+    keys = {"method": "fedrep", "fedrep.final-head-epochs": 1, "num-rounds": 1}
+    folder = run(half_of_them | keys)
+    before = contents(folder)
+    with pytest.raises(ValueError, match="num-rounds = 2: the result of fedrep depends on it: it"):
+        resume(folder, num_rounds=2)
+    assert contents(folder) == before
+
+
 @pytest.mark.parametrize("now", [2, 6])
 def test_a_resume_with_another_number_of_clients_is_refused_and_leaves_the_folder_free(run, now):
     """Their data would be split anew: another experiment that looks like the same."""
