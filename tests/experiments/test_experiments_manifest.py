@@ -8,6 +8,7 @@ import subprocess
 import numpy as np
 import pytest
 import torch
+from roster_fixtures import entry
 
 import protocol.code
 import server_app.manifest
@@ -19,7 +20,7 @@ from protocol.code import SERVER_PACKAGES, code_digest, run_by_worker, sources_d
 from protocol.config import app_folder, resolve_config
 from protocol.messages import MachineReport
 from protocol.seeds import seed_of
-from server_app.manifest import begin_manifest, commit, note_round, read_manifest
+from server_app.manifest import begin_manifest, commit, note_round, read_manifest, split_digest
 from server_app.preflight import WorkerOnNode
 
 keys = {"source": "digits", "model": "cnn-fedreco", "num-clients": 4}
@@ -155,6 +156,22 @@ def test_only_rounds_of_the_versions_of_the_manifest_and_of_no_others_before_are
     assert noted(2, 3, torch="b") == ("a", "a1")  # done again
     assert noted(1, 2, torch="b") == ("a", "")
     assert noted(1, 2, torch="b") == ("b", "b1 b2")
+
+
+def test_a_splits_digest_is_of_every_sample_in_a_simulation_and_of_counts_at_sites():
+    """A resume compares it: label counts may be equal though the samples differ."""
+
+    def digest(*names, seed=0, **about):
+        config = resolve_config(keys | {"seed": seed})
+        return split_digest(config, [entry(name, **about) for name in names])
+
+    simulated = {"num_partitions": 2}
+    assert digest("a", "b", **simulated) == digest("b", "a", **simulated)
+    assert digest("a", "b", **simulated) != digest("a", "b", seed=1, **simulated)
+    assert digest("a", "b") == digest("b", "a") == digest("a", "b", seed=1)
+    assert digest("a", "b") != digest("a", "b", counts=(9, *(10,) * 9))
+    withheld = {"counts": (), "test_label_counts": []}
+    assert digest("a", num_train=90, **withheld) != digest("a", num_train=91, **withheld)
 
 
 def test_a_resume_with_other_code_is_warned_of_once(tmp_path, monkeypatch, caplog):
