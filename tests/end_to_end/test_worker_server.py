@@ -269,6 +269,19 @@ def test_who_does_not_take_its_reply_holds_up_nobody(worker, monkeypatch):
         assert_serves(worker, 30)
 
 
+def test_who_does_not_take_its_reply_is_let_go_with_its_message(worker, monkeypatch):
+    """What it has sent would count towards what the worker holds, for good."""
+    replies = []
+    monkeypatch.setattr(client_app.worker_server, "io_limit_s", 1.0)
+    monkeypatch.setattr(
+        client_app.worker_server, "to_bytes", lambda content: replies.append(1) or bytes(2**24)
+    )
+    with connect(worker) as peer:
+        peer.sendall(framed(header(worker), MESSAGE, CONTEXT))
+        wait_until(lambda: replies)
+        wait_until(lambda: not worker.held, limit_s=30)
+
+
 def test_a_frame_of_any_announced_length_takes_memory_for_what_has_arrived(worker):
     def own_mb():
         with open("/proc/self/statm") as file:
@@ -395,6 +408,11 @@ def test_one_client_trains_at_a_time_and_no_more_than_three_are_answered(worker,
     for thread in messages_of(worker, [f"client-{n}" for n in range(8)]):
         thread.join(20)
     assert most == [1, 3]
+
+
+def test_a_worker_s_clients_wait_for_their_turn_without_their_time_limit(worker):
+    assert_serves(worker)
+    assert client_app.handlers.turn.waiting == worker.limits.waiting
 
 
 def test_time_spent_waiting_for_another_client_does_not_count(monkeypatch):
