@@ -30,6 +30,15 @@ def test_a_success_clears_the_count_and_one_failure_after_a_rest_is_enough():
     assert backoff.note(9, [], ["a"]) == []
 
 
+def test_a_success_during_a_rest_ends_it():
+    """It was sampled because too few others were left."""
+    backoff = Backoff(backoff_after=1, backoff_rounds=5)
+    assert backoff.note(1, [], ["a"]) == ["a"]
+    assert backoff.backed_off(2, clients, 3) == set()
+    assert backoff.note(2, ["a"], []) == []
+    assert backoff.backed_off(3, clients, 1) == set()
+
+
 def test_never_with_zero():
     backoff = Backoff(backoff_after=0, backoff_rounds=3)
     for number in range(1, 9):

@@ -30,6 +30,7 @@ from run_fixtures import (
     Overrides,
     all_models,
     assert_same_run,
+    audit_of,
     final_model,
     history_of,
     resume,
@@ -1302,6 +1303,8 @@ def test_when_all_fail_the_run_ends_saying_why_and_can_go_on_from_before(run, sp
     broken = other_run(whole)
     assert summary_of(broken)["status"] == f"failed: {text}"
     assert [line["round"] for line in history_of(broken)] == [1, 2]
+    [rejected] = audit_of(broken, "rejected")  # which has no line in the history
+    assert (rejected["round"], len(rejected["clients"])) == (3, 4)
     newest, _ = read_arrays(checkpoint_of(broken, "round-00002"))
     kept = {f"model/{name}": array for name, array in final_model(broken).items()}
     assert same_bits({n: a for n, a in newest.items() if n.startswith("model/")}, kept)
