@@ -197,7 +197,9 @@ def load_model(run: "str | Path | Run", client: str = "") -> "TrainedModel":
 
 
 def _plain(value: Any) -> Any:
-    """A NumPy or torch scalar as Python's; a path as text; anything else as it is."""
+    """A NumPy or torch scalar as Python's; a path or Run as a path's text; else as it is."""
+    if isinstance(value, Run):
+        return str(value.directory)
     if isinstance(value, PathLike):
         return fspath(value)
     return value.item() if getattr(value, "ndim", None) == 0 else value

@@ -45,10 +45,13 @@ def representation_distance(h: Tensor, h_0: Tensor) -> Tensor:
 
 
 def consensus_gradient(extract_0: Extractor, x: Tensor, h: Tensor) -> Arrays:
-    """g_i: the gradient of H_i with respect to u_0, by parameter name; h is u_i's, a constant."""
+    """g_i: the gradient of H_i with respect to u_0, by parameter name; h is u_i's, a constant.
+
+    Zeros for a parameter that u_0 does not use.
+    """
     parameters = {n: t for n, t in extract_0.tensors.items() if isinstance(t, nn.Parameter)}
     distance = representation_distance(h.detach(), extract_0(x))
-    gradients = torch.autograd.grad(distance, list(parameters.values()))
+    gradients = torch.autograd.grad(distance, list(parameters.values()), materialize_grads=True)
     return dict(zip(parameters, gradients, strict=True))
 
 

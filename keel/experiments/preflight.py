@@ -110,6 +110,12 @@ def check_reading(cell: Cell, run: Run, config: RunConfig) -> None:
     """ValueError if the cell's number could not be read from this run."""
     if cell.at > run.paper_rounds:
         raise ValueError(f"at = {cell.at}: expected at most {run.paper_rounds}, the last round")
+    take, num_rounds = cell.take, cell.at or run.paper_rounds
+    if take.how in ("mean", "median") and take.number > num_rounds:
+        raise ValueError(
+            f"take = '{take.how} {take.number:g}': expected at most {num_rounds}, the rounds that "
+            "are read"
+        )
     if cell.take.is_time and config.privacy.withholds_metrics:
         raise ValueError(
             "privacy.metrics = 'withheld': clients send no seconds, but this recipe reads them; "

@@ -36,8 +36,9 @@ def test_run_takes_a_dict_keywords_and_dotted_keys(home, capsys):
     found = keel.load_run(run.directory.name[:15])
     assert found.directory == run.directory
     assert repr(found).startswith(f"<keel.Run {run.directory.name}: finished after round 2>")
-    with pytest.raises(ValueError, match="finished with keep-state = false"):
-        keel.run(resume=str(run.directory))
+    for resumed in (str(run.directory), run.directory, run):
+        with pytest.raises(ValueError, match="finished with keep-state = false"):
+            keel.run(resume=resumed)
 
 
 def test_keys_of_numpy_numbers_and_paths_and_keys_that_are_no_text(home, tmp_path):

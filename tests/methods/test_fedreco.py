@@ -258,6 +258,15 @@ def test_g_i_is_the_slope_of_h_i_in_every_direction(split):
         assert (g_i[name] * direction).sum().item() == pytest.approx(slope, rel=1e-4, abs=1e-6)
 
 
+def test_g_i_of_a_parameter_that_the_network_does_not_use_is_zero():
+    """It was PyTorch's error, which does not name the parameter."""
+    network = build_network(reco(), SHAPE, NUM_CLASSES, seed=1)
+    network.stages["conv1"].register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
+    x = torch.randn(2, *SHAPE)
+    g_i = consensus_gradient(network.extractor("conv1"), x, torch.zeros(1).expand(2, 1))
+    assert not g_i["stages.conv1.unused"].any()
+
+
 def test_the_servers_step_on_g_i_brings_u_0_nearer():
     """Client and server agree on the sign: H_i falls from round to round while u_i stays."""
     config = reco(fedreco__eta_u=0.0, fedreco__eta_v=0.0, fedreco__eta_0=0.05, batch_size=100)
