@@ -430,8 +430,7 @@ def prepare(
 ) -> tuple[Callable[[], RoundContext], int]:
     """Read what was sent and this client's newest state of a round < before_round.
 
-    The function that it returns begins the round; it needs `turn`. The number is `old_round` of
-    `StateFolder`.
+    Returns a function that begins the round, which needs `turn`, and `StateFolder.old_round`.
     """
     check_limits(request.config, context.node_config)
     last_accepted_round = last_accepted_round_of(message)
@@ -503,10 +502,10 @@ def measure_training(
     """Check the update and copy it to the CPU; its metrics.
 
     It needs `turn`: later, its copies would wait for the steps of the next client.
-    Where metrics are withheld these are the numbers of samples and of steps, which follows from it,
-    and the round of client state from an old backup. There, client state that is not finite is
-    replaced by the state before this round: an error would reveal something about the data, and so
-    would a missing version in the next round.
+    If metrics are withheld, these are the number of samples, the number of steps, which follows
+    from it, and the round of client state from an old backup. Client state that is not finite is
+    then replaced by the state before this round: an error would reveal something about the data,
+    and so would a missing version in the next round.
     seconds, cpu_seconds: of training; this client's share where several train together.
     """
     request, ctx, method = training.request, training.ctx, training.method

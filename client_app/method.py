@@ -171,7 +171,7 @@ class Method:
         return False
 
     def is_tuned_for_evaluation(self) -> bool:
-        """Whether `personal_model` trains the model once more; that training is not stored."""
+        """Whether `personal_model` trains the model further; the result is not stored."""
         return False
 
     def model_parts(self) -> ModelParts:

@@ -47,7 +47,7 @@ from protocol.options import types_of
 from protocol.text import in_one_line
 
 log = logging.getLogger("keel.client")
-OF_VMAP = re.compile("vmap|[Bb]atching rule")  # in its errors: of what it cannot batch
+OF_VMAP = re.compile("vmap|[Bb]atching rule")  # in errors of vmap about what it cannot batch
 Key = tuple[int, float, Hashable, int]  # batch size, learning rate, kind, place if it steps alone
 StepResult = tuple[set[str], Any]  # of g clients: names of the loss terms; observed, [g, ...]
 
@@ -381,7 +381,7 @@ class Stack:
 
 
 def layer_in(error: Exception, networks: nn.Module) -> str:
-    """The name of the innermost module of these networks that was called; "" for none."""
+    """The innermost module of these networks in which the error was raised; "" for none."""
     names = {module: name for name, module in networks.named_modules()}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     called = (frame.f_locals.get("self") for frame in reversed(frames))

@@ -290,7 +290,7 @@ def partition_indices(
     place = f"partition = {name!r}: {place_of(partition)}"
     try:
         parts = partition(labels, num_clients, seed=seed, **chosen)
-    except ValueError:  # says itself what is wrong
+    except ValueError:  # its text already says what is wrong
         raise
     except Exception as error:
         raise ValueError(f"{place}: {type(error).__name__}: {error}") from error

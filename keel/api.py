@@ -71,9 +71,12 @@ class Run:
         return pandas.DataFrame(rows).set_index("round") if rows else pandas.DataFrame()
 
     def _read(self, found: Any) -> Any:
-        """What was found. ValueError if it is empty because the directory is not there any more."""
+        """`found`. ValueError if it is empty because the directory no longer exists."""
         if not found and not self.directory.exists():
-            raise ValueError(f"{self.directory} does not exist: it was moved or deleted")
+            raise ValueError(
+                f"{self.directory} does not exist: it was moved or deleted; load the run from its "
+                "new path, if there is one"
+            )
         return found
 
     def model(self, client: str = "") -> "TrainedModel":

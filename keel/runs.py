@@ -104,7 +104,7 @@ class SavedRun:
     def state(self) -> str:
         """finished, stopped, failed: ..., running, interrupted, or which file is damaged.
 
-        "moved or deleted" if the directory is not there any more.
+        "moved or deleted" if the directory no longer exists.
         """
         with suppress(PermissionError):  # of a folder above
             if not self.directory.exists():

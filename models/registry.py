@@ -150,7 +150,7 @@ def _trunk_of(name: str, input_shape: tuple[int, int, int], *options: object) ->
             x = torch.zeros(1, *input_shape)
             for place, part in (parts | {"to_features": trunk.to_features}).items():
                 version, out = x._version, part(x)
-                if not isinstance(out, torch.Tensor):  # as nn.LSTM's
+                if not isinstance(out, torch.Tensor):  # such as the tuple of nn.LSTM
                     raise TypeError(f"{place} returned {type(out).__name__}: expected a Tensor")
                 overwriting += [place] * (x._version != version)
                 x = out
@@ -187,7 +187,7 @@ def _check_tensors(trunk: Trunk, name: str, has_statistics: bool) -> None:
             found = str(tensor.dtype).removeprefix("torch.")
             raise ValueError(f"{place}: {key} is {found}: expected one of {allowed}")
     for key, parameter in chain.named_parameters():
-        if not parameter.requires_grad:  # training would set it
+        if not parameter.requires_grad:  # training would set it to True
             raise ValueError(
                 f"{place}: {key} has requires_grad = False: Keel trains every parameter; store "
                 "what stays constant in a buffer (register_buffer)"
@@ -204,7 +204,7 @@ def _check_tensors(trunk: Trunk, name: str, has_statistics: bool) -> None:
 def _check_buffers(trunk: Trunk, name: str, input_shape: tuple[int, int, int]) -> None:
     """ValueError if a training step replaces a buffer of one of the model's own modules.
 
-    Its new value would not be sent, and would be there for the next client.
+    The new tensor would not be sent, and would carry over to the next client.
     """
     chain = nn.ModuleDict(trunk.stages)
     own = (m for m in chain.modules() if not type(m).__module__.startswith("torch."))
@@ -220,8 +220,8 @@ def _check_buffers(trunk: Trunk, name: str, input_shape: tuple[int, int, int]) -
     for key, buffer in twin.named_buffers():
         if buffer is not before.get(key):
             raise ValueError(
-                f"{place_of(BUILDERS[name])}: training replaces the buffer {key} by another "
-                "tensor, which Keel does not send: change it in place, as with copy_()"
+                f"{place_of(BUILDERS[name])}: training replaces the buffer {key} with a new "
+                "tensor, which Keel does not send: change it in place, for example with copy_()"
             )
 
 

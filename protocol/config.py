@@ -174,7 +174,7 @@ class TrainConfig:
         "auto: cuda where there is one; cpu, cuda, cuda:1, ... (not with --engine flower)",
     )
     threads: int = option(
-        between(0, 1024),  # with 100,000 the process crashes
+        between(0, 1024),  # with 100,000 threads the process crashes
         "CPU threads of torch in each worker; 0: as many as the worker was assigned",
     )
     precision: str = option(

@@ -19,7 +19,7 @@ RESET_FILE = "reset-state"
 # In the run directory: the server adds a round's line when it has ended the round.
 HISTORY_FILE = "history.jsonl"
 DAY_S = 86400.0
-MAX_NAME_BYTES = 180  # of a file's name in that of its part, which may have 255
+MAX_NAME_BYTES = 180  # of a file's name in the name of its part, which can have 255
 MARK = re.compile("[0-9a-f]{8}")
 
 
@@ -93,7 +93,7 @@ def write_atomically(path: Path, *pieces: Any) -> None:
 
 
 def write_output(path: Path, content: bytes) -> None:
-    """`write_atomically` for a file that a user names: also a link, a pipe or a device."""
+    """`write_atomically` for a path that a user gives, which may be a link, a pipe or a device."""
     if path.exists() and not path.is_file():
         try:
             path.write_bytes(content)

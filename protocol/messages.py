@@ -733,7 +733,7 @@ def limit_of(name: str, array: torch.Tensor, limits: Mapping[str, float]) -> flo
 
 
 def out_of_range(arrays: Arrays, limits: Mapping[str, float]) -> str:
-    """The array that holds a value above its limit, or BatchNorm's below 0; "" for none."""
+    """The array with a value above its limit, or a negative variance or count; "" for none."""
     for name, array in arrays.items():
         if not array.numel():
             continue

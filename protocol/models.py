@@ -27,7 +27,7 @@ class ModelSpec:
     def without_batch_norm(self, name: str) -> str:
         """How a config avoids BatchNorm in the model `name`."""
         if "group" in self.norms:
-            return "norm has to be 'group'"
+            return "set norm = 'group'"
         return (
             f'{name} has no other norm layer: choose another model, or add "group" to its norms in '
             "protocol/models.py"

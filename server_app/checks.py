@@ -9,7 +9,7 @@ from protocol.config import RunConfig
 from protocol.options import OptionValue
 from protocol.server_optimizers import SERVER_OPTIMIZERS
 
-PARTITION_KEYS = {  # and what the functions of `PARTITIONS` call them
+PARTITION_KEYS = {  # config key: the name of the option in `PARTITIONS`
     "alpha": "alpha",
     "balanced-order": "order",
     "classes-per-client": "classes_per_client",
@@ -33,7 +33,7 @@ def keys_without_effect(config: RunConfig, keys: Collection[str]) -> list[str]:
     for key, instead in (("local-epochs", options.duration_keys), ("lr", options.rate_keys)):
         if key in keys and key not in instead:
             lines.append(
-                f"{key} has no effect: {rounds.method} has {' and '.join(instead)} instead"
+                f"{key} has no effect: {rounds.method} uses {' and '.join(instead)} instead"
             )
     batches = config.train.batches_per_epoch
     if batches and "batch-size" in keys:
@@ -46,7 +46,7 @@ def keys_without_effect(config: RunConfig, keys: Collection[str]) -> list[str]:
 
 
 def protection_not_in_use(config: RunConfig, keys: Collection[str]) -> list[str]:
-    """A line for each of these keys of a protection that is off: a user may think that it is on.
+    """A line for each of these keys whose protection is off: a user may believe that it is on.
 
     Not in `keys_without_effect`: the rows of a recipe may turn a protection on and off.
     """

@@ -50,8 +50,8 @@ MAX_RESENDS = 2  # of a message whose reply was lost on its way
 MAX_PULLS, SLOW_PULL_S = 4, 5.0  # at once; after so long, another is started beside a slow one
 TICK_S = 1.0
 SILENCE_S = 5.0  # a SuperLink that answers nothing for longer is away
-# for SuperNodes after that: Flower readmits one that has ended after a minute, and whoever restarts
-# it may wait for as long
+# for SuperNodes to return after that: Flower readmits one that has ended after a minute, and it may
+# take as long to be restarted
 RECONNECT_S = 120.0
 
 # of these nodes, those whose client is connected again, with its current node; the second argument
@@ -108,8 +108,8 @@ class Exchange:
         seconds, or later while others are still awaited; one whose reply was lost, or whose
         ClientApp ended, is sent again, at most twice.
         The deadline moves by the time in which the SuperLink answers nothing, this process is
-        stopped, or clients train in this process. After such a silence, also one before the
-        messages are sent, clients have at least 2 minutes to reconnect.
+        stopped, or clients train in this process. After a silence of the SuperLink, also one
+        before the messages are sent, clients have at least 2 minutes to reconnect.
 
         what: description for the log. key: the config key that `timeout_s` comes from.
         max_bytes: of a reply; a larger one is refused while it arrives, as is a late one above the
@@ -182,7 +182,7 @@ class Exchange:
         poll_s, looked_at, now = first_s, 0.0, sent_at
         while (waiting or away) and now < deadline:
             arrived = deque(sorted(self.pull(list(waiting), deadline - now), key=is_undelivered))
-            note_silence(0)  # before any is sent again
+            note_silence(0)  # before any message is sent again
             has_arrived, max_poll_s = bool(arrived), MAX_POLL_S
             if is_in_process_grid(self.grid):  # a pull comes back at once
                 pull_s = time.monotonic() - now

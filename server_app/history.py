@@ -41,7 +41,7 @@ KINDS: dict[str, type] = {
     "bytes_down": int,
     "bytes_up": int,
 }
-COLLECTION = threading.Lock()  # of garbage
+COLLECTION = threading.Lock()  # held while garbage collection is off
 NUMBERS = (int, float)  # faster than their union, for 100,000 lines
 REQUIRED = ("round", "losses", "seconds", "left_out")
 # what reading damaged JSON raises
@@ -142,7 +142,8 @@ def check_kinds(line: Line) -> None:
 def without_collection() -> Iterator[None]:
     """Without garbage collection, which would look through all lines again and again.
 
-    One thread at a time: the first to end would start it for the others, or the last leave it off.
+    One thread at a time: otherwise the first to end would turn it on for the others, or the last
+    would leave it off.
     """
     with COLLECTION:
         is_on = gc.isenabled()

@@ -242,9 +242,9 @@ def train_round(
     line["backed_off"] = backed_off
     for client, state_round in line.get("old_state", {}).items():
         log.warning(
-            "%s: client %s's state, of round %d, is older than its last accepted update: it was "
-            "restored from an old backup, or newer versions are damaged; what it has learnt since "
-            "is lost",
+            "%s: client %s trained from its state of round %d, which is older than its last "
+            "accepted update: the state was restored from an old backup, or newer versions are "
+            "damaged; what the client has learnt since is lost",
             *(what, client, state_round),
         )
     note_trained(run, line)
@@ -332,8 +332,8 @@ def record_round(run: Run, trained: Trained, beside_training: bool = False) -> L
         line["global"] = global_score(run, trained.arrays, num_threads)
         if not math.isfinite(loss := line["global"]["loss"]):  # null in the history
             log.warning(
-                "round %d: the global model's loss on the test set is %s: the model has diverged, "
-                "its accuracy means nothing. %s",
+                "round %d: the global model's loss on the test set is %s: the model has diverged "
+                "and its accuracy is meaningless. %s",
                 *(server_round, loss, divergence_advice(rounds)),
             )
         taken_s = time.perf_counter() - started

@@ -406,6 +406,6 @@ def read_safetensors(path: Path) -> tuple[Arrays, dict[str, Any]]:
 
 
 def check_opens(path: Path) -> None:
-    """OSError with the reason if a file cannot be opened: safetensors calls each one missing."""
+    """OSError with the reason if a file cannot be opened: safetensors calls them all missing."""
     with path.open("rb"):
         pass

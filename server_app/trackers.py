@@ -2,7 +2,7 @@
 
 The run directory stays the source of truth: a tracker that fails or is offline costs the run
 nothing but a warning. Each works in a thread of its own, behind `Tracked`. A resumed run continues
-in the same tracker run, whose id is in the run directory's trackers.json; a copy of it does not.
+in the same tracker run, whose id is in trackers.json; a resumed copy of the run directory does not.
 """
 
 import json
@@ -139,7 +139,7 @@ def tracker_id(directory: Path, name: str, new: Callable[[], str]) -> tuple[str,
 
 
 def is_copied(directory: Path, saved: Mapping[str, Any]) -> bool:
-    """Whether these ids are of another run directory, which still has them."""
+    """Whether these ids belong to another run directory that still has them."""
     other = Path(str(saved.get(DIRECTORY, directory)))
     try:
         is_other = not other.samefile(directory)

@@ -208,7 +208,7 @@ class Validation:
         reason = reason or implausible(reply, self.expected, self.half)
         if reason:
             self.rejected[client] = in_one_line(reason)
-        else:  # in the order of those sent: Krum compares arrays by place
+        else:  # in the order of the arrays sent: Krum compares by position
             arrays = {name: reply.arrays[name] for name in self.expected.arrays}
             self.accepted[client] = replace(reply, arrays=arrays)
         return client

@@ -557,7 +557,7 @@ def test_a_buffer_that_training_replaces_is_refused(monkeypatch, in_place):
     build = with_stage("conv1", Stage(nn.Conv2d(3, 8, 3), Averaging(in_place)), 7200)
     monkeypatch.setitem(registry.BUILDERS, "cnn-fedreco", build)
     about = {"num_classes": 10, "channels": 3, "image_size": 32, "seed": 0}
-    message = r"training replaces the buffer conv1\.tail\.average by another .*in place"
+    message = r"training replaces the buffer conv1\.tail\.average with a new .*in place"
     with nullcontext() if in_place else pytest.raises(ValueError, match=message):
         model = build_model("cnn-fedreco", **about)
         assert model.stages["conv1"].tail.average == 0

@@ -37,7 +37,7 @@ class FedAvgFT(FedAvg):
     lr: float = option(at_least(0), "constant learning rate of tuning; 0: the run's")
 
     def is_tuned_for_evaluation(self) -> bool:
-        """With `epochs`."""
+        """Whether `epochs` is above 0."""
         return self.epochs > 0
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:

@@ -7,9 +7,8 @@ run's seed.
 
 For evaluation each client fine-tunes a copy: by default the whole model, for 5 epochs at the
 constant learning rate 0.001, with momentum 0.9 and without weight decay, as in the authors'
-notebook. `fedper-like = true` trains a private head together with
-the extractor instead, and stores the head as client state; this is FedPer, which FedCR's code calls
-FedBABU.
+notebook. `fedper-like = true` trains a private head together with the extractor instead, and stores
+the head as client state; this is FedPer, which FedCR's code calls FedBABU.
 """
 
 from collections.abc import Mapping
@@ -54,7 +53,7 @@ class FedBABU(Method):
     )
 
     def is_tuned_for_evaluation(self) -> bool:
-        """With `epochs`."""
+        """Whether `epochs` is above 0."""
         return self.epochs > 0
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:

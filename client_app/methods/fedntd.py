@@ -71,7 +71,7 @@ class FedNTD(LocalObjective):
         """A warning if a temperature is set for the convex form, which has none."""
         if not self.convex or self.tau == 1:
             return ""
-        return f"fedntd.tau has no effect: fedntd.convex = true has tau 1, not {self.tau!r}"
+        return f"fedntd.tau = {self.tau!r} has no effect: with fedntd.convex = true tau is 1"
 
     def layers(self, model: StagedModel) -> list[str]:
         """The logits."""

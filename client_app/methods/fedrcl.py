@@ -10,7 +10,7 @@ the option `threshold`.
 `mining = "all"` is eq. (5), with the mean over positives instead of the sum. `mining = "hard"` is
 the authors' code, which produced their tables: it uses only the least similar positive and the two
 most similar samples of other classes, and averages over all anchors. An anchor without a positive
-is its own positive in the contrast and has no penalty. `beta = 0` is FedSCL, eq. (2);
+is its own positive in the contrast, and no penalty applies to it. `beta = 0` is FedSCL, eq. (2);
 `levels = "last"` is the ablation of Table 4. `pre-activation` takes each level before its final
 ReLU, as the authors' code does; the paper does not specify it.
 

@@ -52,7 +52,7 @@ class FedRep(Method):
         return self.final_head_epochs > 0
 
     def is_tuned_for_evaluation(self) -> bool:
-        """After the last round, with `final-head-epochs`."""
+        """After the last round, if `final-head-epochs` is above 0."""
         return self.final_head_epochs > 0
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:

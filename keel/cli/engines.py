@@ -101,7 +101,7 @@ def run_in_process(job: Job, terminal: Terminal) -> None:
 
 @cache
 def process_of_runs() -> int:
-    """The process whose first run called this; a process that is forked from it inherits it."""
+    """The id of the process that first called this; processes forked from it inherit the value."""
     return os.getpid()
 
 
@@ -111,7 +111,7 @@ def check_not_forked() -> None:
 
     if process_of_runs() != os.getpid() and torch.get_num_threads() > 1:
         raise ValueError(
-            "this process was forked from one that has trained, whose PyTorch threads it lacks: "
+            "this process was forked after a run had begun and lacks its parent's PyTorch threads: "
             'start it with multiprocessing.get_context("spawn")'
         )
 

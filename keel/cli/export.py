@@ -47,7 +47,7 @@ def export_model(directory: Path, client: str, to: str, path: Path) -> None:
             warnings.simplefilter("ignore", FutureWarning)  # torch recommends torch.export
             # torch's own check reports the names in two traces as a difference
             traced = torch.jit.trace(classifier, example, check_trace=False)  # type: ignore[no-untyped-call]
-            content = io.BytesIO()  # torch would leave part of a file where the disk is full
+            content = io.BytesIO()  # torch would leave part of a file if the disk were full
             torch.jit.save(traced, content, _extra_files={"classes.json": classes})
         write_output(path, content.getvalue())
         return

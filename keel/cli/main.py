@@ -79,7 +79,7 @@ def load(name: str) -> click.Command:
 def refuse_empty(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
     """The value; UsageError for an empty path or RUN, such as "$RUN" where that is not set.
 
-    It would be the current directory, or the newest run.
+    It would mean the current directory, or the newest run.
     """
     is_given = context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
     if is_given and "" in (value if isinstance(value, list | tuple) else [value]):

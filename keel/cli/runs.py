@@ -211,7 +211,7 @@ def table_of(columns: Mapping[str, Sequence[str]]) -> Table:
 def print_runs(columns: Mapping[str, Sequence[str]], least: Sequence[str]) -> None:
     """Print a table of runs, without the `least` columns where the terminal is too narrow.
 
-    Of a name that would take more than half of it, the beginning, by which commands find the run.
+    A name that would take more than half of it is cut: commands find a run by how its name begins.
     """
     most = max(MAX_SHOWN_NAME, terminal_console().width // 2)
     names = [n if len(n) <= most else f"{n[: most - 1]}…" for n in columns["run"]]

@@ -78,7 +78,7 @@ def check_disk(folder: Path, remedy: str = "set KEEL_HOME") -> Iterator[Finding]
 
 @check
 def check_disks(*others: tuple[Path, str]) -> Iterator[Finding]:
-    """Keel's home, and others, each with its remedy, on another file system or not writable."""
+    """`check_disk` for Keel's home and each other folder on a further disk or not writable."""
     seen = set()
     for folder, remedy in ((keel_home(), "set KEEL_HOME"), *others):
         existing = next(p for p in (folder, *folder.parents) if p.exists())

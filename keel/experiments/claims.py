@@ -34,7 +34,7 @@ INCONCLUSIVE, NOT_TESTED = "inconclusive", "not tested"
 VERDICTS = (REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE, NOT_TESTED)
 # of a 95 % interval; the README and the page of the claims say the same
 CHANCE = (
-    "where there is no true difference, about one judged claim in 20 is still decided, by chance, "
+    "where there is no true difference, about one judged claim in 20 is still decided by chance, "
     "and more if seeds were added after seeing the verdict"
 )
 

@@ -212,7 +212,7 @@ def connected(resources: Resources) -> Iterator[None]:
     terminate = signal.getsignal(signal.SIGTERM)
 
     def end_at_once() -> None:
-        kill_leftovers(own)  # workers end without them
+        kill_leftovers(own)  # without these, workers end
         shutil.rmtree(own, ignore_errors=True)
 
     # in /tmp, as sockets have short paths
@@ -264,7 +264,7 @@ def ray_folder(parent: Path = Path("/tmp")) -> Iterator[str]:
 
 
 def kill_leftovers(folder: str) -> None:
-    """Kill the processes of Ray in this folder. Of a start that failed, Ray leaves them."""
+    """Kill Ray's processes in this folder; after a failed start, Ray leaves them running."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or belongs to another user
             if folder.encode() in (process / "cmdline").read_bytes():

@@ -152,7 +152,7 @@ def curve_of(group: Group, view: View) -> Curve:
 
 
 def note(view: View) -> str:
-    """What a curve of `chart` is."""
+    """What each curve of `chart` shows."""
     if view.by_seed:
         return "One curve for each run."
     return (

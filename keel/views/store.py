@@ -125,7 +125,7 @@ class Entry:
 def number(value: Any) -> float | None:
     """A float of at most MAX_NUMBER, or None for anything else: files may hold anything."""
     if type(value) is float and -MAX_NUMBER <= value <= MAX_NUMBER:
-        return value  # at once: there are millions
+        return value  # the usual case first: there are millions
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value) if abs(value) <= MAX_NUMBER else None
     return None

@@ -166,8 +166,10 @@ def wait_out_time_outs(invoker: Any) -> Any:
 
 
 def watch_superlink(grid: object, min_s: float) -> tuple[Callable[[], float], Callable[[], float]]:
-    """Two functions: for how many seconds a deployment's SuperLink has owed an answer and given
-    none; and for how many in all it did so, more than `min_s` each time, since the last call.
+    """Two functions that measure, in seconds, when a deployment's SuperLink answers no request.
+
+    The first returns how long the present silence has lasted, the second the sum of those that have
+    ended since its last call and lasted more than `min_s` each.
 
     Replaces the `invoke` of the grid's private retry invoker, through which every request goes. No
     public way. Always 0 in simulation.

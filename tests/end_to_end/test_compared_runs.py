@@ -421,13 +421,13 @@ def test_options_that_make_no_sense_are_one_line_before_anything_is_trained(give
         (
             {"method": "fedreco", "local-epochs": 5, "lr": 0.1},
             [
-                "local-epochs has no effect: fedreco has fedreco.k-u and fedreco.k-v instead",
-                "lr has no effect: fedreco has fedreco.eta-u and fedreco.eta-v instead",
+                "local-epochs has no effect: fedreco uses fedreco.k-u and fedreco.k-v instead",
+                "lr has no effect: fedreco uses fedreco.eta-u and fedreco.eta-v instead",
             ],
         ),
         (
             {"method": "fedpac", "local-epochs": 5, "lr": 0.1},
-            ["local-epochs has no effect: fedpac has fedpac.extractor-epochs instead"],
+            ["local-epochs has no effect: fedpac uses fedpac.extractor-epochs instead"],
         ),
         ({"method": "ditto", "local-epochs": 5, "lr": 0.1}, []),
         ({"norm-bound-value": 1.0}, ["norm-bound-value has no effect: norm-bound is off"]),

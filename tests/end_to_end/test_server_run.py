@@ -655,8 +655,8 @@ def test_a_client_that_trains_from_an_old_backup_is_named_to_the_server(run, cap
     assert third["old_state"] == {"client-0002": 1}
     assert "client-0002" in third["participants"]
     assert "old_state" not in fourth
-    [line] = [m for m in caplog.messages if "is older than its last accepted" in m]
-    assert line.startswith("round 3: client client-0002's state, of round 1, is older")
+    [line] = [m for m in caplog.messages if "older than its last accepted" in m]
+    assert line.startswith("round 3: client client-0002 trained from its state of round 1, ")
 
 
 class Deployed(InlineGrid):

@@ -83,5 +83,5 @@ def test_without_epsilon_fedavg_is_as_it_was():
 
 @pytest.mark.parametrize("method", ["fedavg", "fedavg-ft"])
 def test_a_private_run_of_a_network_with_batch_norms_is_refused(method):
-    with pytest.raises(ValueError, match=r"privacy\.epsilon = 0\.5: resnet20 .*norm has to be"):
+    with pytest.raises(ValueError, match=r"privacy\.epsilon = 0\.5: resnet20 .*set norm"):
         private(method=method, model="resnet20", local_test_fraction=0.2)

@@ -33,7 +33,7 @@ def test_fedntds_divergence_is_the_formula_in_loops(tau):
 def test_a_temperature_that_the_convex_form_ignores_is_warned_of(convex, tau):
     config = make_config(method="fedntd", fedntd__convex=convex, fedntd__beta=0.3, fedntd__tau=tau)
     warning = method_of(config).warning(config, {"a": 10})
-    expected = "fedntd.tau has no effect: fedntd.convex = true has tau 1, not 3.0"
+    expected = "fedntd.tau = 3.0 has no effect: with fedntd.convex = true tau is 1"
     assert warning == (expected if convex and tau != 1 else "")
 
 
