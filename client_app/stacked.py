@@ -257,7 +257,7 @@ def check_captured(phases: Sequence[Phase], key: str) -> None:
         for name, value in first.setdefault(phase.kind, held).items():
             if isinstance(value, plain) and not same_values(value, held[name]):
                 raise ValueError(
-                    f"{key}: {phase.terms.__qualname__} reads {name!r}, which differs between "
+                    f"{key}: {name_of(phase.terms)} reads {name!r}, which differs between "
                     f"clients: return it from the phase's inputs, or set {key} to 1"
                 )
 
@@ -347,7 +347,7 @@ class Stack:
                 raise
             if not options:
                 what = in_one_line(error).partition(". ")[0].rstrip(".")
-                where = layer_in(error, swapped) or phase.terms.__qualname__
+                where = layer_in(error, swapped) or name_of(phase.terms)
                 raise ValueError(
                     f"{key_of_stack(self.config)} = {num_stacked(self.config)}: {where} cannot be "
                     f"computed for several clients at once ({what}); "
@@ -378,6 +378,11 @@ class Stack:
             total = self.sums.setdefault(name, value.new_zeros(len(self.models)))
             total[rows] += value.detach() * batch_size
         return set(terms), observed
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a loss, for an error; a callable object or a partial one may have none."""
+    return str(getattr(function, "__qualname__", "the loss"))
 
 
 def layer_in(error: Exception, networks: nn.Module) -> str:

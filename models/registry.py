@@ -210,14 +210,17 @@ def _check_buffers(trunk: Trunk, name: str, input_shape: tuple[int, int, int]) -
     own = (m for m in chain.modules() if not type(m).__module__.startswith("torch."))
     if not any(module._buffers for module in own):
         return
-    twin = copy.deepcopy(chain).train()
-    before = dict(twin.named_buffers())
-    x = torch.zeros(2, *input_shape)
-    # what fails on images of zeros may not fail in training
+    before: dict[str, torch.Tensor] = {}
+    after: dict[str, torch.Tensor] = {}
+    # what fails on images of zeros, or to be copied, may not fail in training
     with torch.random.fork_rng(devices=[]), torch.no_grad(), suppress(Exception):
-        for stage in twin.values():
-            x = stage(x)
-    for key, buffer in twin.named_buffers():
+        twin = copy.deepcopy(chain).train()
+        for _ in range(2):  # the first may make tensors of this batch's shape, such as a mask
+            before, x = dict(twin.named_buffers()), torch.zeros(2, *input_shape)
+            for stage in twin.values():
+                x = stage(x)
+        after = dict(twin.named_buffers())
+    for key, buffer in after.items():
         if buffer is not before.get(key):
             raise ValueError(
                 f"{place_of(BUILDERS[name])}: training replaces the buffer {key} with a new "

@@ -49,10 +49,13 @@ def code_version(sources: str = "", torch: str = "") -> str:
 
 
 def place_of(function: Callable[..., Any]) -> str:
-    """ "NAME (FILE:LINE)" of a Python function or method, for an error about what it returned."""
+    """ "NAME (FILE:LINE)" of a function or method, for an error about it; else its name."""
     if isinstance(function, partial):
         return place_of(function.func)
-    code = inspect.unwrap(function).__code__  # not that of a decorator, such as torch.no_grad()
+    # not that of a decorator, such as torch.no_grad()
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:  # a callable object, or a function in C
+        return str(getattr(function, "__qualname__", type(function).__qualname__))
     path = Path(code.co_filename)
     if path.is_relative_to(app_folder):
         path = path.relative_to(app_folder)

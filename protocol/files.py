@@ -93,14 +93,18 @@ def write_atomically(path: Path, *pieces: Any) -> None:
 
 
 def write_output(path: Path, content: bytes) -> None:
-    """`write_atomically` for a path that a user gives, which may be a link, a pipe or a device."""
-    if path.exists() and not path.is_file():
-        try:
-            path.write_bytes(content)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from error
+    """`write_atomically` for a path that a user gives.
+
+    What is there, which may be a pipe or a device, is written in place: a file keeps its mode and
+    its links.
+    """
+    if not path.exists():
+        write_atomically(path.resolve(), content)
         return
-    write_atomically(path.resolve(), content)
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def part_of(path: Path) -> Path:

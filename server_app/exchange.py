@@ -53,6 +53,7 @@ SILENCE_S = 5.0  # a SuperLink that answers nothing for longer is away
 # for SuperNodes to return after that: Flower readmits one that has ended after a minute, and it may
 # take as long to be restarted
 RECONNECT_S = 120.0
+MAX_RECONNECTS = 2  # silences of a round that extend it so: a SuperLink that is only slow has many
 
 # of these nodes, those whose client is connected again, with its current node; the second argument
 # is the seconds to look
@@ -109,7 +110,7 @@ class Exchange:
         ClientApp ended, is sent again, at most twice.
         The deadline moves by the time in which the SuperLink answers nothing, this process is
         stopped, or clients train in this process. After a silence of the SuperLink, also one
-        before the messages are sent, clients have at least 2 minutes to reconnect.
+        before the messages are sent, clients have at least 2 minutes to reconnect, at most twice.
 
         what: description for the log. key: the config key that `timeout_s` comes from.
         max_bytes: of a reply; a larger one is refused while it arrives, as is a late one above the
@@ -120,6 +121,7 @@ class Exchange:
         Raises the error of a SuperLink that is gone for good.
         """
         deadline, reconnect_until = time.monotonic() + timeout_s, 0.0
+        reconnects = 0
         bound_reply_bytes(self.grid, max_bytes)
         self.drain()
         asked = {message.metadata.dst_node_id: message for message in messages}
@@ -149,10 +151,13 @@ class Exchange:
             log.warning("%s: client %s is not connected", what, self.name(node))
 
         def note_silence(min_left_s: float) -> None:
-            nonlocal deadline, reconnect_until
-            if self.take_silence_s():
+            nonlocal deadline, reconnect_until, reconnects
+            if self.take_silence_s() and reconnects < MAX_RECONNECTS:
+                reconnects += 1
                 reconnect_until = time.monotonic() + RECONNECT_S
                 deadline = max(deadline, reconnect_until, time.monotonic() + min_left_s)
+                for node, (until, error) in away.items():
+                    away[node] = max(until, reconnect_until), error
 
         def sent_again(node: int, to: int) -> bool:
             before_resend(node)
@@ -233,7 +238,7 @@ class Exchange:
                         log.info("%s: client %s is connected again and asked again", what, name)
                         del away[node]
             for node, (until, error) in list(away.items()):
-                if at > until and not waiting:
+                if at > until and not waiting and self.silent_s() <= SILENCE_S:
                     settle(node, error)
                     del away[node]
             if (waiting or away) and not (has_arrived and is_inline):

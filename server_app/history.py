@@ -30,6 +30,7 @@ Line = dict[str, Any]
 
 RENAMED_FIELDS = {"refused": "rejected", "resting": "backed_off"}  # names before 0.2
 KINDS: dict[str, type] = {
+    "old_state": dict,
     "round": int,
     "participants": list,
     "left_out": dict,

@@ -143,8 +143,10 @@ def is_copied(directory: Path, saved: Mapping[str, Any]) -> bool:
     other = Path(str(saved.get(DIRECTORY, directory)))
     try:
         is_other = not other.samefile(directory)
-    except OSError:  # it has been moved
+    except (FileNotFoundError, NotADirectoryError):  # it has been moved
         return False
+    except OSError:  # another user's, for example
+        return True
     theirs = tracker_ids(other / TRACKERS_FILE) if is_other else {}
     return any(theirs.get(name) == saved[name] for name in saved if name != DIRECTORY)
 

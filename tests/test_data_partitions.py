@@ -473,6 +473,17 @@ def test_owners_of_a_split_that_are_none_are_named(owners, found):
         Parts(np.arange(6), owners, 3)
 
 
+def test_a_split_that_is_a_callable_object_has_a_name(monkeypatch):
+    class Own:
+        def __call__(self, labels, n, seed):
+            return Parts(np.arange(7), np.arange(7) % n, n) if seed else 1 / 0
+
+    monkeypatch.setitem(PARTITIONS, "own", (Own(), ()))
+    assert len(partition_indices("own", np.zeros(7, int), 3, seed=1)) == 3
+    with pytest.raises(ValueError, match=r"partition = 'own': .*Own: ZeroDivisionError"):
+        partition_indices("own", np.zeros(7, int), 3, seed=0)
+
+
 def test_an_error_of_a_split_names_the_split(monkeypatch):
     monkeypatch.setitem(PARTITIONS, "own", (lambda labels, n, seed: 1 / 0, ()))
     expected = r"partition = 'own': .*<lambda> \(.*:\d+\): ZeroDivisionError: division by zero$"

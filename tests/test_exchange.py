@@ -502,6 +502,27 @@ def test_after_a_silence_of_the_superlink_clients_have_two_minutes_to_return(
     assert (found == 5) == (returns_s < 180)
 
 
+def test_a_superlink_that_is_slow_again_and_again_does_not_keep_a_round_open(clock):
+    """A client that never replies would hold it for ever."""
+    exchange = Exchange(ToyGrid(lambda node, before: ""), str, lambda nodes, timeout_s: {})
+    exchange.take_silence_s = lambda: 6.0
+    [(_, found)] = outcomes(exchange.ask(to(5), 10, "round 1"))
+    assert found.startswith("no answer within")
+    assert clock.now < 10 + 2 * 120
+
+
+def test_a_client_that_went_away_before_the_superlink_has_as_long_to_return(clock):
+    """Its 30 seconds ended while nobody could return."""
+    is_silent = lambda: 10 < clock.now < 60  # noqa: E731
+    is_back = lambda: clock.now >= 170  # noqa: E731
+    silences = [50.0]
+    grid = ToyGrid(lambda node, before: "reply" if is_back() else "gone")
+    returned = lambda nodes, timeout_s: {node: node for node in nodes if is_back()}  # noqa: E731
+    exchange = Exchange(grid, str, returned, lambda: 6.0 if is_silent() else 0.0)
+    exchange.take_silence_s = lambda: silences.pop() if silences and clock.now >= 60 else 0.0
+    assert outcomes(exchange.ask(to(5), 100, "round 1")) == [(5, 5)]
+
+
 def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch):
     stops, now = Stops(), time.monotonic()
     assert stops.take() == 0.0

@@ -563,6 +563,25 @@ def test_a_buffer_that_training_replaces_is_refused(monkeypatch, in_place):
         assert model.stages["conv1"].tail.average == 0
 
 
+class Masking(nn.Module):
+    """Keeps a table as long as the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.ones(0), persistent=False)
+
+    def forward(self, x):
+        if len(self.mask) != len(x):
+            self.mask = torch.ones(len(x))
+        return x * self.mask[:, None, None, None]
+
+
+def test_a_buffer_that_follows_the_size_of_the_batch_is_allowed(monkeypatch):
+    build = with_stage("conv1", Stage(nn.Conv2d(3, 8, 3), Masking()), 7200)
+    monkeypatch.setitem(registry.BUILDERS, "cnn-fedreco", build)
+    build_model("cnn-fedreco", num_classes=10, channels=3, image_size=32, seed=0)
+
+
 def test_a_model_that_only_one_of_the_two_tables_has(monkeypatch):
     monkeypatch.delitem(registry.BUILDERS, "cnn-fedreco")
     with pytest.raises(ValueError, match=r"model = 'cnn-fedreco' is in MODELS, but not in BUILD"):

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from protocol import files
-from protocol.files import append_line, part_of, private_files, remove_parts, write_atomically
+from protocol.files import (
+    append_line,
+    part_of,
+    private_files,
+    remove_parts,
+    write_atomically,
+    write_output,
+)
 
 
 def test_threads_that_write_the_same_file_do_not_disturb_each_other(tmp_path, monkeypatch):
@@ -90,6 +97,16 @@ def test_the_parts_of_another_machine_are_left_for_a_day(tmp_path):
     os.utime(old, (0, 0))
     remove_parts(tmp_path)
     assert [path.name.split(".")[1] for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_a_users_file_that_is_written_again_keeps_its_mode_and_its_links(tmp_path):
+    path, link, content = tmp_path / "a.csv", tmp_path / "b.csv", b"2"
+    write_output(path, b"1")
+    path.chmod(0o664)
+    link.hardlink_to(path)
+    write_output(path, content)
+    assert path.stat().st_mode & 0o777 == 0o664
+    assert link.read_bytes() == content
 
 
 def test_a_folder_is_no_part_whatever_its_name(tmp_path):

@@ -93,6 +93,10 @@ def test_what_json_cannot_express_is_null(tmp_path):
         ("[]", "list"),
         ("null", "NoneType"),
         ('{"round": 1}', "it has no key 'losses'"),
+        (
+            '{"round": 2, "losses": {}, "seconds": {}, "left_out": {}, "old_state": [1]}',
+            r"old_state = \[1\]",
+        ),
         ('{"round": "x", "losses": {}, "seconds": {}, "left_out": {}}', "round = 'x'"),
         (f'{{"round": {10**20}, "losses": {{}}, "seconds": {{}}, "left_out": {{}}}}', "round = 1"),
     ],
