@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -93,14 +94,22 @@ def write_atomically(path: Path, *pieces: Any) -> None:
 
 
 def write_output(path: Path, content: bytes) -> None:
-    """`write_atomically` for a path that a user gives.
+    """`write_atomically` for a path that a user gives; a file that is there keeps its mode.
 
-    What is there, which may be a pipe or a device, is written in place: a file keeps its mode and
-    its links.
+    Written in place: pipes, devices, files with several links, and files that may be written but
+    not replaced, such as one that is mounted into a container.
     """
-    if not path.exists():
-        write_atomically(path.resolve(), content)
-        return
+    path = path.resolve()
+    before = path.stat() if path.exists() else None
+    if before is None or (stat.S_ISREG(before.st_mode) and before.st_nlink == 1):
+        try:
+            write_atomically(path, content)
+            if before:
+                path.chmod(stat.S_IMODE(before.st_mode))
+            return
+        except OSError as error:
+            if before is None or error.errno not in (errno.EACCES, errno.EPERM, errno.EBUSY):
+                raise
     try:
         path.write_bytes(content)
     except OSError as error:

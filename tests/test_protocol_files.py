@@ -99,14 +99,33 @@ def test_the_parts_of_another_machine_are_left_for_a_day(tmp_path):
     assert [path.name.split(".")[1] for path in tmp_path.iterdir()] == ["new"]
 
 
-def test_a_users_file_that_is_written_again_keeps_its_mode_and_its_links(tmp_path):
+@pytest.mark.parametrize("num_links", [1, 2])
+def test_a_users_file_that_is_written_again_keeps_its_mode_and_its_links(tmp_path, num_links):
     path, link, content = tmp_path / "a.csv", tmp_path / "b.csv", b"2"
     write_output(path, b"1")
     path.chmod(0o664)
-    link.hardlink_to(path)
+    if num_links == 2:
+        link.hardlink_to(path)
     write_output(path, content)
     assert path.stat().st_mode & 0o777 == 0o664
-    assert link.read_bytes() == content
+    assert (link if num_links == 2 else path).read_bytes() == content
+
+
+@pytest.mark.parametrize("error", [errno.EBUSY, errno.EACCES])
+def test_a_users_file_that_cannot_be_replaced_is_written_in_place(tmp_path, monkeypatch, error):
+    """As one that is mounted into a container, or in a folder that belongs to another user."""
+
+    def replace(*paths):
+        raise OSError(error, os.strerror(error))
+
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"1")
+    monkeypatch.setattr(files.os, "replace", replace)
+    write_output(path, b"2")
+    assert path.read_bytes() == b"2"
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(OSError, match=os.strerror(error)):
+        write_output(tmp_path / "new.csv", b"1")
 
 
 def test_a_folder_is_no_part_whatever_its_name(tmp_path):
