@@ -745,7 +745,7 @@ def test_with_the_newest_checkpoint_damaged_too_the_one_before_serves(
         resume(broken)
     warning, *others = caplog.messages
     assert warning == f"{newest} is damaged: skipped, the run continues from round 2"
-    assert all(text.startswith("lr has no effect: fedreco has") for text in others)
+    assert all(text.startswith("lr has no effect: fedreco uses") for text in others)
     assert warning in (broken / "run.log").read_text()
     assert_same_run(broken, whole)
 
