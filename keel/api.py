@@ -200,7 +200,7 @@ def load_model(run: "str | Path | Run", client: str = "") -> "TrainedModel":
 
 
 def _plain(value: Any) -> Any:
-    """A NumPy or torch scalar as Python's; a path or Run as a path's text; else as it is."""
+    """A NumPy or torch scalar as Python's; a path, or a Run's, as text; anything else as it is."""
     if isinstance(value, Run):
         return str(value.directory)
     if isinstance(value, PathLike):

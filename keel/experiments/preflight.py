@@ -113,8 +113,8 @@ def check_reading(cell: Cell, run: Run, config: RunConfig) -> None:
     take, num_rounds = cell.take, cell.at or run.paper_rounds
     if take.how in ("mean", "median") and take.number > num_rounds:
         raise ValueError(
-            f"take = '{take.how} {take.number:g}': expected at most {num_rounds}, the rounds that "
-            "are read"
+            f"take = '{take.how} {take.number:g}': expected at most {num_rounds}, as the cell is "
+            f"read at round {num_rounds}"
         )
     if cell.take.is_time and config.privacy.withholds_metrics:
         raise ValueError(

@@ -513,7 +513,7 @@ def test_a_recipe_is_read_as_utf_8_wherever_it_is(tmp_path, monkeypatch):
             "representation widths differ",
         ),
         ("alpha: 5.0", "alpha: 5.0, at: 6", "line 6", "at = 6: expected at most 5, the last round"),
-        ("title: x", "take: mean 9", "line 1", "take = 'mean 9': expected at most 5, the rounds"),
+        ("title: x", "take: mean 9", "line 1", "take = 'mean 9': expected at most 5, as"),
         ("title: x", "at: 3", "line 1", "round 3 of 5, which evaluate-every = 2 skips"),
         (
             "title: x\nseeds: 2\nconfig: {",

@@ -28,7 +28,7 @@ last_of_0_1 = "da1fbf3a"
 # What each version runs: it prints its processor seconds whenever the history grows. Both versions
 # have `run_inline` and write a line of history.jsonl at the end of each round.
 measure = """
-import json, sys, threading, time
+import json, os, sys, threading, time
 from pathlib import Path
 from server_app.inline import run_inline
 
@@ -36,12 +36,12 @@ keys, num_clients = json.loads(sys.argv[1]), int(sys.argv[2])
 at, is_over = [], threading.Event()
 
 def watch():
-    size = 0
-    while not is_over.wait(0.001):
-        for path in Path(keys["output-dir"]).glob("*/history.jsonl"):
-            if path.stat().st_size > size:
-                size = path.stat().st_size
-                at.append(time.process_time())
+    size, found = 0, []
+    while not is_over.wait(0.002):
+        found = found or list(Path(keys["output-dir"]).glob("*/history.jsonl"))
+        if found and (now := os.stat(found[0]).st_size) > size:
+            size = now
+            at.append(time.process_time())
 
 watcher = threading.Thread(target=watch)
 watcher.start()
