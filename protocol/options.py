@@ -86,7 +86,10 @@ def matching(pattern: str, description: str) -> Constraint:
 
 def duration() -> Constraint:
     """A string such as "1 epoch", "2 epochs" or "20 steps"; see `parse_duration`."""
-    return matching(r"\d+ (epoch|step)s?", "like '1 epoch', '2 epochs' or '20 steps'")
+    return matching(
+        r"\d{1,9} (epoch|step)s?",
+        "like '1 epoch', '2 epochs' or '20 steps', with at most 9 digits",
+    )
 
 
 def parse_duration(text: str) -> tuple[int, str]:

@@ -255,7 +255,10 @@ CONTRADICTIONS = [
     ({"fedadam.form": "flower", "fedadam.beta2": 1.0}, ["fedadam.beta2 = 1.0", "flower"]),
     ({"fedacg.lambda": 1.0}, ["fedacg.lambda = 1.0", "[0, 1)"]),
     ({"fedlc.tau": -1.0}, ["fedlc.tau = -1.0", ">= 0"]),
-    ({"fedcr.samples": 0}, ["fedcr.samples = 0", ">= 1"]),
+    ({"fedcr.samples": 0}, ["fedcr.samples = 0", "[1, 10000]"]),
+    ({"fedcr.samples": 100_000_000}, ["fedcr.samples = 100000000", "[1, 10000]"]),
+    ({"fedintr.projection-width": 10**18}, ["fedintr.projection-width = 1000", "[1, 65536]"]),
+    ({"fedreco.k-u": f"{'9' * 20} steps"}, ["fedreco.k-u = '9999", "at most 9 digits"]),
     ({"fedbabu.part": "tail"}, ["fedbabu.part = 'tail'", "full, head, extractor"]),
     ({"scaffold.momentum-form": "plain"}, ["scaffold.momentum-form = 'plain'"]),
 ]

@@ -132,7 +132,7 @@ class FedCR(Method):
         source="authors' code: 1e-4",
     )
     samples: int = option(
-        at_least(1),
+        between(1, 10_000),
         "draws of the features per sample, in training and evaluation",
         source="authors' code",
     )

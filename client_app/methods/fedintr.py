@@ -29,7 +29,7 @@ from torch import Tensor
 from client_app.method import ModelParts
 from client_app.objective import Batch, PreviousModelObjective
 from models import StagedModel
-from protocol.options import at_least, more_than, one_of, option, true_or_false
+from protocol.options import at_least, between, more_than, one_of, option, true_or_false
 
 
 def cosines(z: Sequence[Tensor], z_other: Sequence[Tensor]) -> Tensor:
@@ -76,7 +76,9 @@ class FedIntR(PreviousModelObjective):
     )
     detach: bool = option(true_or_false(), "no gradient through alpha_k", source="this project")
     projection_width: int = option(
-        at_least(1), "d: outputs of each projection head", source="Sec. IV; the paper: 256"
+        between(1, 65_536),
+        "d: outputs of each projection head",
+        source="Sec. IV; the paper: 256",
     )
 
     def model_parts(self) -> ModelParts:

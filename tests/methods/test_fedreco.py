@@ -480,7 +480,10 @@ def test_at_first_contact_another_architecture_starts_from_the_runs_seed(small_c
 @pytest.mark.parametrize("key", ["k-u", "k-v"])
 @pytest.mark.parametrize("text", ["", "1", "fast", "epoch", "-1 epoch", "1.5 epochs", "1  epoch"])
 def test_a_duration_that_is_none_is_refused_by_key_and_value(key, text):
-    message = f"fedreco.{key} = {text!r}: expected like '1 epoch', '2 epochs' or '20 steps'"
+    message = (
+        f"fedreco.{key} = {text!r}: expected like '1 epoch', '2 epochs' or '20 steps', with at "
+        "most 9 digits"
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         reco(**{f"fedreco__{key}": text})
 
