@@ -29,6 +29,7 @@ from protocol.options import (
     at_least,
     between,
     did_you_mean,
+    keys_of,
     matching,
     more_than,
     one_of,
@@ -617,11 +618,25 @@ def validate(config: RunConfig) -> None:
     changed = {
         key.partition(".")[0] for key, value in config.flat.items() if value != defaults.get(key)
     }
-    for name in sorted(changed):  # a value that nothing accepts is a mistake in any run
+    used = {config.rounds.method, config.rounds.server_optimizer}
+    for name in sorted(changed | used):  # a value that nothing accepts is a mistake in any run
         if name in method_names():
-            config.table(name, method_spec(name).options)
+            _check_table(config, name, method_spec(name).options)
         elif name in SERVER_OPTIMIZERS:
-            config.table(name, SERVER_OPTIMIZERS[name])
+            _check_table(config, name, SERVER_OPTIMIZERS[name])
+
+
+def _check_table(config: RunConfig, name: str, options: type[Any]) -> None:
+    """ValueError unless the keys `name.*` are the options of a method or server optimizer."""
+    config.table(name, options)
+    allowed = [f"{name}.{key}" for key in keys_of(options)]
+    for key, value in config.flat.items():
+        if key.startswith(f"{name}.") and key not in allowed:
+            raise ValueError(
+                f"{key} = {value!r}: {name} has no such option, so it would have no effect; remove "
+                f"it from [tool.flwr.app.config.{name}] in pyproject.toml, or declare it in the "
+                f"class; options: {', '.join(allowed) or 'none'}"
+            )
 
 
 def _validate_names(config: RunConfig) -> None:

@@ -404,6 +404,15 @@ def test_every_table_is_declared_by_a_method_or_a_server_optimizer_and_no_key_is
     assert in_tables == declared
 
 
+@pytest.mark.parametrize("keys", [{"method": "fedprox"}, {"fedprox.nu": 2.0}])
+def test_an_option_that_only_pyproject_has_is_refused(keys, monkeypatch):
+    defaults = default_config() | {"fedprox.nu": 1.0}
+    monkeypatch.setattr("protocol.config._defaults", lambda: defaults)
+    with pytest.raises(ValueError, match=r"^fedprox.nu = [12].0: fedprox has no such option.*mu"):
+        resolve_config(keys)
+    assert resolve_config({"method": "moon"}).rounds.method == "moon"  # others are not concerned
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_every_methods_table_parses_with_the_defaults(name):
     config = resolve_config({"method": name})
