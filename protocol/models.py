@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 IMAGE_SIZES = range(28, 64 + 1)  # pixels of a side that every model takes
+MAX_WIDTH = 1024  # channels of a first stage; the last has 8 times as many, or more
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,11 @@ class ModelSpec:
         if width and not self.width:
             able = ", ".join(n for n, spec in MODELS.items() if spec.width)
             raise ValueError(f"width = {width}: {name} has one width: expected 0 (or {able})")
-        if width % 4:
-            raise ValueError(f"width = {width}: expected a multiple of 4; 0: {name}'s {self.width}")
+        if width % 4 or width > MAX_WIDTH:
+            raise ValueError(
+                f"width = {width}: expected a multiple of 4 up to {MAX_WIDTH}; 0: {name}'s "
+                f"{self.width}"
+            )
 
 
 MODELS: dict[str, ModelSpec] = {

@@ -278,8 +278,9 @@ def test_width_scales_every_channel_of_a_resnet(name):
     assert all(a == 4 * b for a, b in widths if (a, b) != (256, 256))
     with torch.no_grad():
         assert quarter.eval()(images()).shape == (2, 4)
-    with pytest.raises(ValueError, match="width = 6: expected a multiple of 4"):
-        build_model(name, width=6, **about)
+    for width in (6, 100_000_000):
+        with pytest.raises(ValueError, match=f"width = {width}: expected a multiple of 4 up to"):
+            build_model(name, width=width, **about)
 
 
 def test_width_is_refused_where_the_model_has_one():
