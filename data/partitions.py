@@ -72,7 +72,7 @@ class Parts:
 
 def iid_partition(labels: np.ndarray, num_clients: int, seed: int) -> Parts:
     """Random parts regardless of label; sizes differ by at most 1."""
-    _check_num_clients(len(labels), num_clients)
+    check_num_clients(len(labels), num_clients)
     shuffled = _rng(seed).permutation(len(labels))
     return Parts(
         shuffled, np.repeat(np.arange(num_clients), _split(len(labels), num_clients)), num_clients
@@ -88,7 +88,7 @@ def dirichlet_partition(
     every client has `min_size` samples. ValueError if there are too few samples, or after
     `MAX_DRAWS` draws or `MAX_NUMBERS` random numbers.
     """
-    _check_num_clients(len(labels), num_clients)
+    check_num_clients(len(labels), num_clients)
     check_dirichlet(len(labels), num_clients, min_size)
     rng = _rng(seed)
     classes, class_sizes = np.unique(labels, return_counts=True)
@@ -118,7 +118,7 @@ def dirichlet_balanced_partition(
     random order, so that most find their classes already thinned out; "sequential": client after
     client, as in FedRCL's released splits, so that most get the classes that they drew.
     """
-    _check_num_clients(len(labels), num_clients)
+    check_num_clients(len(labels), num_clients)
     rng = _rng(seed)
     classes, left = np.unique(labels, return_counts=True)
     ratios = rng.dirichlet(np.full(len(classes), alpha), size=num_clients)  # [N, K]
@@ -155,7 +155,7 @@ def classes_partition(
     sample per class. ValueError if no client would hold a class, or it has fewer samples than
     holders.
     """
-    _check_num_clients(len(labels), num_clients)
+    check_num_clients(len(labels), num_clients)
     classes, class_sizes = np.unique(labels, return_counts=True)
     check_classes(len(classes), num_clients, classes_per_client)
     rng = _rng(seed)
@@ -221,7 +221,7 @@ def shards_partition(
 
     McMahan et al. 2017. Shard sizes differ by at most 1, client sizes by `shards_per_client`.
     """
-    _check_num_clients(len(labels), num_clients)
+    check_num_clients(len(labels), num_clients)
     check_shards(len(labels), num_clients, shards_per_client)
     num_shards = num_clients * shards_per_client
     rng = _rng(seed)
@@ -231,6 +231,15 @@ def shards_partition(
     owners = np.empty(num_shards, dtype=np.int64)
     owners[dealt] = np.repeat(np.arange(num_clients), shards_per_client)
     return Parts(by_label, np.repeat(owners, _split(len(labels), num_shards)), num_clients)
+
+
+def check_num_clients(num_samples: int, num_clients: int) -> None:
+    """ValueError unless each client can have a sample."""
+    if not 1 <= num_clients <= num_samples:
+        raise ValueError(
+            f"num-clients = {num_clients}: expected 1 to {num_samples}, the number of samples "
+            "to split"
+        )
 
 
 def check_dirichlet(num_samples: int, num_clients: int, min_size: int) -> None:
@@ -259,7 +268,7 @@ def check_classes(num_classes: int, num_clients: int, classes_per_client: int) -
 
 def check_shards(num_samples: int, num_clients: int, shards_per_client: int) -> None:
     """ValueError if a shard would be empty."""
-    _check_num_clients(num_samples, num_clients)
+    check_num_clients(num_samples, num_clients)
     if not 1 <= shards_per_client <= num_samples // num_clients:
         raise ValueError(
             f"shards-per-client = {shards_per_client} for {num_of('client', num_clients)}: "
@@ -346,11 +355,3 @@ def _split(amount: int, num_parts: int) -> np.ndarray:
 
 def _rng(seed: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(seed))  # default_rng may change its algorithm
-
-
-def _check_num_clients(num_samples: int, num_clients: int) -> None:
-    if not 1 <= num_clients <= num_samples:
-        raise ValueError(
-            f"num-clients = {num_clients}: expected 1 to {num_samples}, the number of samples "
-            "to split"
-        )

@@ -102,7 +102,7 @@ def check_simulated(config: RunConfig, num_clients: int) -> None:
     if config.evaluated_clients != "none" and not data.local_test_fraction:
         raise config.no_test_part("client-0000")
     # imported late: NumPy takes as long as all the rest, and most refusals come before
-    from data.partitions import check_classes, check_dirichlet, check_shards
+    from data.partitions import check_classes, check_dirichlet, check_num_clients, check_shards
     from keel.cli.sizes import data_size
     from server_app.trackers import check_trackers
 
@@ -113,7 +113,10 @@ def check_simulated(config: RunConfig, num_clients: int) -> None:
         if data.data_fraction < 1:
             check_share(data, size.num_train, size.num_classes, num_clients)
         match data.partition:
+            case "iid" | "dirichlet-balanced":
+                check_num_clients(size.num_train, num_clients)
             case "classes":
+                check_num_clients(size.num_train, num_clients)
                 check_classes(size.num_classes, num_clients, data.classes_per_client)
             case "dirichlet":
                 check_dirichlet(size.num_train, num_clients, data.min_samples)

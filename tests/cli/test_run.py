@@ -125,6 +125,7 @@ def test_a_cluster_of_the_environment_is_checked_as_one_of_the_command_line(
             ["data-fraction=0.5", "partition=classes", "classes-per-client=11"],
             "classes-per-client = 11: expected 1 to",
         ),
+        (["partition=iid", "--clients", "10000000000"], "num-clients = 10000000000: expected 1 to"),
         (["min-samples=5000"], "min-samples = 5000 for 10 clients needs 50000 samples"),
         (["partition=classes", "classes-per-client=11"], "classes-per-client = 11: expected 1 to"),
         (["partition=shards", "shards-per-client=999"], "shards-per-client = 999 for 10 clients"),
