@@ -36,10 +36,11 @@ def ui(
 ) -> None:
     """Show runs in a browser, live: all runs, one run, a comparison, a deployment's sites.
 
-    DIRECTORY contains run directories or the output of `keel experiments`; the default is
-    $KEEL_HOME/runs. The pages change nothing and load nothing from elsewhere. They are served to
-    this machine only. From another, use `ssh -L 8777:127.0.0.1:8777 HOST` and the same link; if
-    8777 is taken there, use `ssh -L PORT:127.0.0.1:8777 HOST` and replace the port in the link.
+    DIRECTORY contains run directories or the output of `keel experiments`, or is $KEEL_HOME; the
+    default is $KEEL_HOME/runs. The pages change nothing and load nothing from elsewhere. They are
+    served to this machine only. From another, use `ssh -L 8777:127.0.0.1:8777 HOST` and the same
+    link; if 8777 is taken there, use `ssh -L PORT:127.0.0.1:8777 HOST` and replace the port in the
+    link.
     """
     from keel.runs import runs_directory
 

@@ -410,6 +410,8 @@ def run_rows(store: Store) -> list[dict[str, Any]]:
         done, *accuracies = (number(summary.get(key)) for key in RESULTS)
         if state != RUNNING and not entry.problem and summary.get("status") in UNENDED:
             done, *accuracies = entry.measured
+        if lost := entry.lost_rounds:
+            state = f"damaged: {lost}"
         rows.append(
             {
                 "id": entry.id,

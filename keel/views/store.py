@@ -17,6 +17,7 @@ from typing import Any
 from keel.runs import (
     CONFIG_FILE,
     DAMAGE,
+    FINISHED,
     LOCK_FILE,
     RUNNING,
     STARTING,
@@ -27,8 +28,8 @@ from keel.runs import (
 )
 from protocol.files import digest
 from protocol.text import in_one_line
-from server_app.history import HISTORY_FILE, HistoryReader, curve, load_long_json
-from server_app.summary import HEADLINE, SUMMARY_FILE
+from server_app.history import HISTORY_FILE, HistoryReader, curve, load_long_json, parsed_line
+from server_app.summary import HEADLINE, SUMMARY_FILE, lost_rounds
 
 ROSTER_FILE, LOG_FILE, AUDIT_FILE = "roster.json", "run.log", "audit.jsonl"
 MANIFEST_FILE = "manifest.json"
@@ -38,8 +39,10 @@ MAX_BYTES = {CONFIG_FILE: 1 << 20, SUMMARY_FILE: 4 << 20, ROSTER_FILE: 128 << 20
 MAX_BYTES[MANIFEST_FILE] = MAX_BYTES[ROSTER_FILE]
 MAX_NUMBER = 1e100  # of larger ones, sums and squares may be infinite
 MAX_STATE = 2000  # characters: a failed run's reason names what to do at its end
+MAX_TAIL = 1 << 16  # bytes of a history in which its last line is looked for
 MAX_READERS = 128  # histories held at a time
-PATTERNS = ("*", "runs/*/*", "*/runs/*/*")  # runs; an experiments folder; several of those
+# runs; KEEL_HOME; an experiments folder; several of those
+PATTERNS = ("*", "runs/*", "runs/*/*", "*/runs/*/*")
 NOT_A_SETTING = {
     *("seed", "output-dir", "run-name", "data-dir", "resume"),
     *("tracker", "tracker-clients", "tensorboard"),
@@ -98,6 +101,19 @@ class Entry:
         values = [value for _, value in points]
         done = reader.lines[-1]["round"] if reader.lines else 0
         return done, values[-1] if values else None, max(values, default=None)
+
+    @cached_property
+    def lost_rounds(self) -> str:
+        """A sentence if the run has finished but its history ends earlier; "" otherwise."""
+        total = number(self.config.get("num-rounds"))
+        if self.problem or self.status != FINISHED or not total:
+            return ""
+        try:  # the end of the file tells it, unless that is damaged or one very long line
+            text = last_lines(self.directory / HISTORY_FILE, MAX_TAIL)[-1]
+            done = parsed_line(text)["round"]
+        except (*ANYTHING, IndexError):
+            done = self.measured[0]
+        return lost_rounds(self.directory, done, int(total))
 
     @cached_property
     def split(self) -> str:

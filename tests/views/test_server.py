@@ -215,6 +215,18 @@ def test_damaged_run_directories_are_shown_as_such(tmp_path):
     assert "root:" not in pages.get(f"/run/{pages.id_of('linked')}/data").text
 
 
+@pytest.mark.parametrize("num_left", [0, 2])
+def test_a_finished_run_that_lost_rounds_is_marked_in_the_table(tmp_path, num_left):
+    history = make_run(tmp_path / "cut", {"method": "fedavg"}, 3) / "history.jsonl"
+    make_run(tmp_path / "whole", {"method": "fedavg"}, 3)
+    history.write_text("".join(history.read_text().splitlines(keepends=True)[:num_left]))
+    rows = {row["name"]: row for row in run_rows(Pages(tmp_path).store)}
+    ends = f"damaged: history.jsonl ends at round {num_left}, but the run has finished all 3"
+    assert rows["cut"]["state"].startswith(ends)
+    assert rows["cut"]["kind"] == "bad"
+    assert rows["whole"]["state"] == "finished"
+
+
 @pytest.mark.parametrize("has_summary", [True, False])
 def test_a_killed_run_has_the_numbers_of_its_history_not_of_an_older_summary(tmp_path, has_summary):
     run = make_run(tmp_path / "a", {"method": "fedavg"}, 9, num_written=2, status="running")

@@ -17,10 +17,11 @@ OLD_RUN = Path(__file__).parents[1] / "data" / "run-0.1"
 def test_runs_are_found_in_a_directory_and_in_the_output_of_experiments(tmp_path):
     make_run(tmp_path / "a", {"method": "fedavg"}, 2)
     make_run(tmp_path / "runs" / "cell" / "attempt", {"method": "moon"}, 2)
+    make_run(tmp_path / "runs" / "b", {"method": "fedprox"}, 2)  # as in KEEL_HOME
     make_run(tmp_path / "table" / "runs" / "cell" / "attempt-2", {"method": "fedcka"}, 2)
     found = Store([tmp_path]).runs().values()
     assert {entry.name: entry.method for entry in found} == {
-        **{"a": "fedavg", "attempt": "moon", "attempt-2": "fedcka"}
+        **{"a": "fedavg", "b": "fedprox", "attempt": "moon", "attempt-2": "fedcka"}
     }
 
 
