@@ -77,7 +77,7 @@ def obstacle(method: Method, config: RunConfig, model: nn.Module) -> str:
         return f"client-models = {config.model.client_models!r}: the clients' networks differ"
     if config.train.compile:
         return "compile = true compiles the network of one client"
-    if any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules()):
+    if any(_drops(module) for module in model.modules()):
         return f"model = {config.model.model!r} has dropout, whose masks are drawn client by client"
     norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
     if any(norm.track_running_stats and norm.momentum is None for norm in norms):
@@ -88,6 +88,13 @@ def obstacle(method: Method, config: RunConfig, model: nn.Module) -> str:
     if len(set(map(id, tensors))) < len(tensors):
         return f"model = {config.model.model!r} has weights that several of its layers share"
     return ""
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether a layer of PyTorch's has dropout; one may be part of attention or an RNN."""
+    if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+        return module.dropout > 0
+    return isinstance(module, _DropoutNd) and module.p > 0
 
 
 def check_stackable(method: Method, config: RunConfig, model: nn.Module) -> None:

@@ -406,6 +406,21 @@ def test_batchnorm_without_momentum_is_refused():
         check_stackable(method_of(config), config, counting)
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        torch.nn.MultiheadAttention(4, 2, dropout=0.1),
+        torch.nn.LSTM(4, 4, num_layers=2, dropout=0.1),
+    ],
+)
+def test_dropout_within_a_layer_is_refused_as_well(layer):
+    config = make_config(clients_per_step=2)
+    with pytest.raises(ValueError, match="has dropout"):
+        check_stackable(method_of(config), config, torch.nn.Sequential(layer))
+    layer.dropout = 0.0
+    check_stackable(method_of(config), config, torch.nn.Sequential(layer))
+
+
 @pytest.mark.parametrize("kind", [torch.nn.Dropout, torch.nn.Dropout2d, torch.nn.AlphaDropout])
 def test_dropout_is_refused_and_one_client_a_step_never(kind):
     dropout = torch.nn.Sequential(kind(0.5))
