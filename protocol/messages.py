@@ -721,7 +721,7 @@ def extremes(array: Tensor) -> tuple[float, float]:
     """
     version, *found = getattr(array, "keel_extremes", (None,))
     if version != array._version:
-        low, high = array.aminmax() if array.numel() else (0, 0)
+        low, high = array.detach().aminmax() if array.numel() else (0, 0)
         found = [float(low), float(high)]
         array.keel_extremes = (array._version, *found)  # type: ignore[attr-defined]
     return found[0], found[1]

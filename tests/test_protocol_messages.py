@@ -126,6 +126,12 @@ def test_one_value_that_is_not_finite_is_found(value, place):
     assert not all_finite({"a": array, **counter})
 
 
+def test_an_array_with_a_gradient_is_checked_without_a_warning(recwarn):
+    """Such as client state of parameters that were not detached."""
+    assert all_finite({"a": torch.ones(3, requires_grad=True)})
+    assert not recwarn.list
+
+
 def test_client_and_server_check_an_array_in_one_pass_until_it_changes(monkeypatch):
     passes = []
     look = torch.Tensor.aminmax
