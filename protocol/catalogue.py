@@ -11,7 +11,7 @@ import copy
 import importlib
 import sys
 import traceback
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -161,6 +161,11 @@ def options_class(path: Path, name: str) -> type[Any]:
         constraint, kind = field.metadata.get("constraint"), types[field.name]
         if not isinstance(constraint, Constraint) or kind not in type_names:
             raise ValueError(f"{path}: {name}.{field.name} is not an option; {EXPECTED_CLASS}")
+    if undecorated := [n for n, v in vars(found).items() if isinstance(v, Field)]:
+        raise ValueError(
+            f"{path}: {name}.{undecorated[0]} is no option without @dataclass(frozen=True) above "
+            f"the class; {EXPECTED_CLASS}"
+        )
     own = {each for each in vars(found) if not each.startswith("_")}
     inherited = {each for base in found.__mro__[1:] for each in vars(base)}
     options = {field.name for field in fields(found)} if is_dataclass(found) else set()
