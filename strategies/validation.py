@@ -223,10 +223,12 @@ class Validation:
         half, accepted, rejected = self.half, self.accepted, self.rejected
         has_arrays = bool(self.expected.arrays)
         if self.rounds.norm_bound != "off" and has_arrays:
-            norms = {client: norm(half.update_of(reply)) for client, reply in accepted.items()}
-            rejected |= beyond_bound(norms, self.rounds, self.reference)
             beside = {client: norm(half.beside_model(reply)) for client, reply in accepted.items()}
-            rejected = beyond_median(beside) | rejected
+            beyond = beyond_median(beside)
+            # without those that are rejected: the bound and its reference are of valid updates
+            valid = {c: reply for c, reply in accepted.items() if c not in beyond}
+            norms = {client: norm(half.update_of(reply)) for client, reply in valid.items()}
+            rejected |= beyond | beyond_bound(norms, self.rounds, self.reference)
         if has_arrays and self.expected.outliers & accepted.keys() - rejected.keys():
             updates = {c: half.update_of(r) for c, r in accepted.items() if c not in rejected}
             rejected |= opposed(updates, self.expected.outliers)

@@ -44,6 +44,7 @@ from protocol.messages import (
 )
 from strategies.aggregation import weighted_mean
 from strategies.average import Average, TooFewRepliesError
+from strategies.scaffold import ScaffoldServer
 from strategies.validation import by_reason
 
 pytestmark = pytest.mark.usefixtures("task_identity")
@@ -477,6 +478,24 @@ def test_a_resumed_run_knows_the_median_norm_that_bounds_the_next_round():
     assert strategy.norm_reference.value > 0
     resumed.load(strategy.state())
     assert resumed.norm_reference.value == strategy.norm_reference.value
+
+
+def test_a_reply_rejected_for_its_arrays_beside_the_model_does_not_raise_the_median_norm():
+    strategy = average_of(half=ScaffoldServer, method="scaffold", norm_bound="median")
+    current = network().state_dict()
+    first = next(iter(strategy.c))
+    replies = []
+    for (message, reply), length in zip(
+        all_answers(strategy, current), [1.0, 2.0, 3.0, 9.0, 9.0], strict=True
+    ):
+        arrays = {name: array.clone() for name, array in current.items()}
+        arrays[first].view(-1)[0] += length
+        extra = {name: torch.zeros_like(a) for name, a in strategy.expected_extra().items()}
+        extra[f"dc.{first}"].view(-1)[0] = 100.0 if length == 9 else 1.0
+        replies.append(answer(message, replace(reply, arrays=arrays, extra=extra)))
+    strategy.aggregate_train(1, replies)
+    assert list(strategy.report.left_out) == ["client-3", "client-4"]
+    assert strategy.norm_reference.value == pytest.approx(2.0)  # with them, it was 3
 
 
 def test_the_state_has_one_array_for_the_backoff_and_one_for_each_client_is_still_read():
