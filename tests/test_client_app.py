@@ -51,6 +51,7 @@ from protocol.flower_compat import GPU_LOST
 from protocol.messages import RESET_NEEDED, TrainRequest, read_reply, read_roster
 from server_app.history import append_history, truncate_history
 from server_app.inline import run_inline
+from strategies import strategy_for
 
 
 def error_of(reply, code=1):
@@ -623,6 +624,33 @@ def test_arrays_that_do_not_fit_are_an_error_of_one_line(tmp_path):
     arrays = initial(config)
     arrays["classifier.bias"] = torch.zeros(4)
     assert "classifier.bias" in error_of(Client(config, tmp_path).ask("train", 1, arrays))
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "shape"),
+    [
+        ("scaffold", "c.classifier.weight", (1, 84)),
+        ("fedcr", "S", (3, 1)),
+        ("fedpac", "is-known", (1,)),
+        ("fedpac", "head.classifier.bias", (1,)),
+    ],
+)
+def test_what_a_server_sends_beside_the_model_is_not_broadcast(
+    method, name, shape, tmp_path, caplog
+):
+    config = make_config(method=method, local_test_fraction=0.3)
+    network = build_network(config, SHAPE, NUM_CLASSES)
+    strategy = strategy_for(config, network)
+    arrays, extra = strategy.initial_arrays(network), dict(strategy.extra_like())
+    whole = [*extra[name].shape]
+    extra[name] = torch.ones(shape)
+    found = error_of(Client(config, tmp_path).ask("train", 1, arrays, extra=extra))
+    assert found == (
+        f"what the server sent alongside the model is unusable: array {name!r} is {[*shape]}, "
+        f"expected {whole}"
+    )
+    assert all(record.exc_info is None for record in caplog.records)
+    assert not [*tmp_path.rglob("*.safetensors")]  # client state
 
 
 def test_text_of_the_server_is_in_the_log_without_its_lines_and_control_characters(

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from client_app.feature_cache import FrozenFeatureCache
 from client_app.method import Method, ModelParts, Phases, Update
-from client_app.round import RoundContext
+from client_app.round import RoundContext, check_extra
 from client_app.samples import Step
 from client_app.split_model import extractor_of, head_of, with_own_head
 from client_app.trainer import Duration, Phase, train_phase
@@ -209,6 +209,8 @@ class FedCR(Method):
         """Extractor and head together; class products are collected in the last epoch."""
         train = ctx.config.train
         model = with_own_head(ctx, ctx.state).train().requires_grad_(True)
+        like = model.classifier.weight.new_empty(model.num_classes, model.feature_width)
+        check_extra(ctx.extra, {"M": like, "S": like})
         m, deviation = ctx.extra["M"], ctx.extra["S"].clamp_min(smallest)  # [C, dz]
         product = Product(model.num_classes, model.feature_width, ctx.device)
         last_stage = model.stage_names[-1]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from client_app.method import Method, Phases, Update
 from client_app.prototypes import class_means, class_sums, feature_sums
-from client_app.round import RoundContext
+from client_app.round import RoundContext, check_extra
 from client_app.split_model import extractor_of, head_of, part_phase, with_own_head
 from client_app.trainer import Duration, Phase
 from models import StagedModel
@@ -86,6 +86,15 @@ class FedPAC(Method):
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """The received extractor and the head that the server mixed for this client, or its own."""
+        model = ctx.model
+        like: Arrays = {}
+        if "prototypes" in ctx.extra:
+            weight = model.classifier.weight
+            like["prototypes"] = weight.new_empty(model.num_classes, model.feature_width)
+            like["is-known"] = weight.new_empty(model.num_classes)
+        if any(name.startswith("head.") for name in ctx.extra):
+            like |= {f"head.{name}": array for name, array in head_of(model).items()}
+        check_extra(ctx.extra, like)
         mixed = {k.removeprefix("head."): v for k, v in ctx.extra.items() if k.startswith("head.")}
         return with_own_head(ctx, {"head": {**state.get("head", {}), **mixed}})
 
