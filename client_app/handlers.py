@@ -443,11 +443,34 @@ def prepare(
     extra = tensors(find_record(message.content, "extra", ArrayRecord))
 
     def begin() -> RoundContext:
-        return process_caches.of(request.config).begin_round(
+        ctx = process_caches.of(request.config).begin_round(
             request, context.node_config, received, extra, state, last_accepted_round
         )
+        check_received(ctx)
+        return ctx
 
     return begin, old_round
+
+
+def check_received(ctx: RoundContext) -> None:
+    """ValueError unless the server sent the part of its network that the method shares.
+
+    Without this check, an array that is missing could be replaced by its initial weights.
+    """
+    method, name = method_of(ctx.config), ctx.config.model.model
+    shares_nothing = method.shared_part == "nothing"  # each client's network is its own
+    network = ctx.model if shares_nothing or ctx.model.name == name else ctx.network("global", name)
+    shared = {
+        "model": [*network.tensors],
+        "extractor": network.extractor_keys(method.split_stage(network)),
+        "nothing": [],
+    }[method.shared_part]
+    expected = {key: network.tensors[key] for key in shared}
+    found = ctx.received
+    if method.has_own_server_half:  # it may send others beside them
+        found = {key: array for key, array in found.items() if key in expected}
+    if reason := mismatch(found, expected, with_values=False):
+        raise ValueError(f"the model that the server sent does not fit {network.name}: {reason}")
 
 
 @dataclass(frozen=True)

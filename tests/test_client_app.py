@@ -36,6 +36,7 @@ from flwr.app import ConfigRecord, RecordDict
 from method_fixtures import METHODS, FloatPenalty, ForgottenReturn, InPlace, with_method
 from PIL import Image
 
+import client_app.handlers
 from client_app.handlers import ADVICE, turn, without_file_names
 from client_app.machine import machine
 from client_app.method import Update, train_alone
@@ -627,6 +628,34 @@ def test_arrays_that_do_not_fit_are_an_error_of_one_line(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("method", "name", "array", "reason"),
+    [
+        ("fedavg", "classifier.bias", torch.zeros(1), "'classifier.bias' is [1], expected [3]"),
+        ("fedavg", "classifier.bias", torch.zeros(3).double(), "is torch.float64, expected"),
+        ("fedavg", "classifier.bias", None, "'classifier.bias' is missing (1 of 10)"),
+        ("fedavg", "other", torch.zeros(1), "'other' is unknown (1 too many)"),
+        ("scaffold", "classifier.bias", None, "'classifier.bias' is missing (1 of 10)"),
+        ("fedrep", "stages.conv1.body.bias", None, "'stages.conv1.body.bias' is missing (1 of 8)"),
+        ("local", "other", torch.zeros(1), "'other' is unknown (1 too many)"),
+    ],
+)
+def test_a_server_s_model_that_does_not_fit_is_an_error_of_one_line_in_the_log_too(
+    method, name, array, reason, tmp_path, caplog
+):
+    """A missing array of an extractor was replaced by its initial weights, without a word."""
+    config = make_config(method=method, local_test_fraction=0.3)
+    client = Client(config, tmp_path)
+    network = build_network(config, SHAPE, NUM_CLASSES)
+    arrays = strategy_for(config, network).initial_arrays(network)
+    arrays = {n: a for n, a in (arrays | {name: array}).items() if a is not None}
+    for kind in ("train", "evaluate"):
+        found = error_of(client.ask(kind, 1, arrays))
+        assert found.startswith("the model that the server sent does not fit cnn-fedreco: array")
+        assert reason in found
+    assert all(record.exc_info is None for record in caplog.records)
+
+
+@pytest.mark.parametrize(
     ("method", "name", "shape"),
     [
         ("scaffold", "c.classifier.weight", (1, 84)),
@@ -654,11 +683,13 @@ def test_what_a_server_sends_beside_the_model_is_not_broadcast(
 
 
 def test_text_of_the_server_is_in_the_log_without_its_lines_and_control_characters(
-    tmp_path, caplog
+    tmp_path, caplog, monkeypatch
 ):
     forged = "12:00:00 worker run x, round 9: client a: trained"
     config = make_config()
     arrays = initial(config) | {f"\x1b[2Jx\n{forged}": torch.zeros(1)}
+    # as if only the network noticed, in an error of torch's
+    monkeypatch.setattr(client_app.handlers, "check_received", lambda ctx: None)
     error_of(Client(config, tmp_path).ask("train", 1, arrays))
     [record] = [record for record in caplog.records if record.exc_info]
     text = logging.Formatter().format(record)
