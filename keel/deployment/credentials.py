@@ -294,6 +294,30 @@ def refuse_half(private: Path, public: Path) -> None:
         )
 
 
+def compose_name(client: str) -> str:
+    """The end of the name of a client's containers and volume, as the Makefile makes it."""
+    return client.lower().replace(".", "-")
+
+
+def refuse_same_containers(clients: Sequence[str], known: Sequence[str]) -> None:
+    """ValueError if a client that is not known would have another's containers and volume.
+
+    On one machine, deploying one would replace the other. known: clients that have keys.
+    """
+    names = [*reserved_names, *known]
+    for client in dict.fromkeys(clients):
+        if client in known:
+            continue
+        for other in names:
+            if compose_name(client) == compose_name(other):
+                raise ValueError(
+                    f"client {client!r}: its containers would be named like those of {other!r} "
+                    "(in lower case, with dashes for dots), so that one would replace the other "
+                    "on a machine with both: choose another name"
+                )
+        names.append(client)
+
+
 def make_credentials(
     folder: Path, names: Sequence[str], clients: Sequence[str], days: int = 825
 ) -> list[str]:
@@ -308,6 +332,8 @@ def make_credentials(
                 f"client {name!r}: expected at most 63 letters, digits, '.', '_' and '-', and not "
                 "'ca' or 'server'"
             )
+    registered_clients = [path.stem for path in (folder / "server" / "clients").glob("*.pub")]
+    refuse_same_containers(clients, sorted(registered_clients))
     all_names = list(dict.fromkeys([*names, *default_names]))
     for name in all_names:
         general_name(name)

@@ -135,6 +135,20 @@ def test_mistakes_are_named_before_anything_is_made_for_them(tmp_path, names, cl
     assert not (tmp_path / "server").exists()
 
 
+@pytest.mark.parametrize(
+    ("new", "other"),
+    [("Site-A", "site-a"), ("site.a", "site-a"), ("site-b.1", "site-b-1"), ("Server", "server")],
+)
+def test_no_client_gets_the_containers_and_the_volume_of_another(new, other, tmp_path):
+    """`make deploy-client` for one would have replaced the other's containers on its machine."""
+    make_credentials(tmp_path, ["fl.example.org"], ["site-a"])
+    with pytest.raises(ValueError, match=rf"^client '{new}': its containers .* '{other}'"):
+        make_credentials(tmp_path, [], ["site-b-1", new])
+    assert not (tmp_path / new / "client.key").exists()
+    assert not (tmp_path / "site-b-1").exists()
+    make_credentials(tmp_path, [], ["site-a", "site-b-1"])  # a client that has keys is no other
+
+
 def test_a_server_s_name_may_be_longer_than_a_subject(tmp_path):
     """As a load balancer's in a cloud: its key was left without a certificate."""
     name = f"k8s-ingress-{'0123456789abcdef' * 2}.elb.eu-central-1.amazonaws.com"
