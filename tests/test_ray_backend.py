@@ -466,6 +466,12 @@ def test_workers_larger_than_any_node_are_an_error_of_one_line_for_the_serverapp
     assert ray_backend.started.exception() is error.value
 
 
+def test_a_simulation_without_nodes_is_an_error_that_names_the_setting(backend):
+    with pytest.raises(RuntimeError, match=r"^num-supernodes = 0: ") as error:
+        backend(node("10.0.0.1", 2), max_workers=0)
+    assert ray_backend.started.exception() is error.value
+
+
 def test_workers_whose_cpus_another_job_has_are_left_out_and_named(
     backend, task_identity, monkeypatch
 ):
