@@ -18,7 +18,7 @@ from server_app.history import DAMAGE
 from strategies.validation import count_outliers
 
 ROSTER_FILE = "roster.json"
-MAX_LISTED = 10_000  # simulated clients; with more, files and plots do not list each
+MAX_LISTED = 10_000  # logical clients; with more, files and plots do not list each
 
 
 def read_saved_roster(path: Path) -> dict[int, RosterEntry]:
@@ -31,9 +31,12 @@ def read_saved_roster(path: Path) -> dict[int, RosterEntry]:
 
 
 def save_roster(path: Path, roster: Mapping[int, RosterEntry]) -> None:
-    """Write the clients and their nodes, in the order of names; of very many only the number."""
+    """Write the clients and their nodes, in the order of names.
+
+    Of very many logical clients, which are no dict, only the number.
+    """
     rows: object = {"simulated": len(roster)}
-    if len(roster) <= MAX_LISTED:
+    if isinstance(roster, dict) or len(roster) <= MAX_LISTED:
         ordered = sorted(roster.items(), key=lambda pair: pair[1].client)
         rows = [{"node": node, **vars(entry)} for node, entry in ordered]
     write_atomically(path, (json.dumps(rows, indent=1) + "\n").encode())

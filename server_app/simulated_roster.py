@@ -182,6 +182,7 @@ def simulated_roster(config: RunConfig, source: Source, grid: LogicalGrid) -> Si
 
 
 def shown_entries(roster: Roster) -> list[RosterEntry]:
-    """All entries; of more than `MAX_LISTED` simulated clients the first thousand."""
-    nodes = list(itertools.islice(roster, len(roster) if len(roster) <= MAX_LISTED else 1000))
+    """All entries; of more than `MAX_LISTED` logical clients the first thousand."""
+    is_whole = isinstance(roster, dict) or len(roster) <= MAX_LISTED
+    nodes = list(itertools.islice(roster, len(roster) if is_whole else 1000))
     return [roster[node] for node in nodes]

@@ -12,6 +12,7 @@ from client_app.setup import open_source
 from protocol.config import keel_version
 from protocol.messages import protocol_version, read_roster
 from server_app.roster import check_roster, read_saved_roster, roster_warnings, save_roster
+from server_app.simulated_roster import shown_entries
 
 
 def rejected(entries, **given):
@@ -195,3 +196,13 @@ def test_a_saved_roster_comes_back_and_a_damaged_one_is_named(tmp_path):
     path.write_text(path.read_text()[:-9])
     with pytest.raises(ValueError, match=r"roster\.json: missing, damaged or of"):
         read_saved_roster(path)
+
+
+def test_very_many_sites_are_all_saved_and_shown(tmp_path, monkeypatch):
+    """Only of logical clients can each be computed again."""
+    for module in ("roster", "simulated_roster"):
+        monkeypatch.setattr(f"server_app.{module}.MAX_LISTED", 1)
+    roster = {node: entry(f"site-{node:04d}") for node in range(2, 1003)}
+    save_roster(tmp_path / "roster.json", roster)
+    assert read_saved_roster(tmp_path / "roster.json") == roster
+    assert shown_entries(roster) == list(roster.values())
