@@ -113,7 +113,7 @@ def check_widths(config: RunConfig, widths: Counter[tuple[str, int]], source: So
     own = representation_width(config, model_for(config, source))
     if any(width != own for _, width in widths):
         found = ", ".join(
-            f"{model} {width} ({count} client{'s' * (count > 1)})"
+            f"{model} {width} ({num_of('client', count)})"
             for (model, width), count in sorted(widths.items())
         )
         raise ValueError(

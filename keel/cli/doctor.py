@@ -9,6 +9,7 @@ import click
 import typer
 
 from keel.deployment.findings import Finding
+from protocol.text import num_of
 
 app = typer.Typer(add_completion=False)
 
@@ -126,6 +127,6 @@ def report(findings: Iterable[Finding]) -> None:
         print(finding, flush=True)
         num_problems += finding.is_problem
     if num_problems:
-        print(f"{num_problems} problem{'s' if num_problems > 1 else ''}")
+        print(num_of("problem", num_problems))
         raise typer.Exit(1)
     print("no problems found")

@@ -8,7 +8,7 @@ from keel.cli.sizes import data_size, parameter_count
 from keel.deployment.superlink import run_config
 from protocol.config import DataConfig, RunConfig
 from protocol.options import typed
-from protocol.text import size_of_data
+from protocol.text import num_of, size_of_data
 
 PARTITION_KEYS = {
     "dirichlet": ("alpha",),
@@ -96,7 +96,7 @@ def clients_text(config: RunConfig, num_clients: int) -> str:
 def rounds_text(config: RunConfig, done: int) -> str:
     """The rounds, and what a client does in one."""
     train = config.train
-    epochs = f"{train.local_epochs} local epoch{'s' if train.local_epochs != 1 else ''}"
+    epochs = num_of("local epoch", train.local_epochs)
     batches = f"batch size {train.batch_size}"
     if train.batches_per_epoch:
         batches = f"{train.batches_per_epoch} batches per epoch"

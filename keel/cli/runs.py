@@ -493,8 +493,7 @@ def export(
     if client and to is Format.csv:
         raise ValueError("--client does not apply to --to csv: the history covers all clients")
     if to is Format.csv:
-        num_rounds = write_csv(saved, path)
-        what = f"{num_rounds} round{'s' * (num_rounds != 1)} of {saved.name}"
+        what = f"{num_of('round', write_csv(saved, path))} of {saved.name}"
     else:
         with uninterrupted():
             from keel.cli.export import export_model

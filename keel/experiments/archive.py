@@ -31,6 +31,7 @@ from keel.experiments.runs import (
 )
 from protocol.config import default_config, resolve_config
 from protocol.files import digest, write_atomically
+from protocol.text import num_of
 from server_app.history import CURVES, DAMAGE, HISTORY_FILE, Line, lines_in, read_history
 from server_app.summary import read_manifest
 
@@ -107,10 +108,9 @@ def refuse_loss(
         if is_newer or (now and attempt.name == NOTE):
             gone.remove(attempt)
     if gone:
-        lacking = f"{len(gone)} run{'s' * (len(gone) > 1)}"
         raise ValueError(
-            f"--output {output} lacks {lacking} that {path} has, such as {min(gone)}: add them "
-            "with keel experiments restore, or remove the file"
+            f"--output {output} lacks {num_of('run', gone)} that {path} has, such as {min(gone)}: "
+            "add them with keel experiments restore, or remove the file"
         )
     asked, now_asked = seeds_in(before), seeds_in(files)
     if asked - now_asked:

@@ -33,6 +33,7 @@ from protocol.config import RENAMED_KEYS, RunConfig, resolve_config
 from protocol.files import digest
 from protocol.models import MODELS
 from protocol.options import OptionValue, did_you_mean
+from protocol.text import num_of
 
 TUNED_SEEDS = 5  # that judge a tuned side, beside the one that tuned it
 JOB_KINDS: dict[str, type] = {
@@ -269,8 +270,8 @@ class Result:
         words = []
         for what, counts in lost.items():
             number, rounds = (sum(each) for each in zip(*counts, strict=True)) if counts else (0, 0)
-            in_rounds = f"in {rounds} round{'s' * (rounds > 1)}"
-            why = f", {in_rounds} for values not finite or too large" if rounds else ""
+            in_rounds = num_of("round", rounds)
+            why = f", in {in_rounds} for values not finite or too large" if rounds else ""
             words += [f"{what} left out: {number}{why}"] * bool(number)
         return "; ".join(words)
 

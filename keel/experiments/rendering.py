@@ -51,6 +51,7 @@ from keel.views.charts import static_file
 from keel.views.exports import Groups, harmless, latex, latex_table
 from protocol.config import keel_version, resolve_config
 from protocol.files import write_atomically
+from protocol.text import num_of
 
 TEMPLATES = Path(__file__).parent / "templates"
 FORMATS = {"csv": "text/csv", "json": "application/json", "tex": "text/plain"}
@@ -115,7 +116,7 @@ class Section:
         """The scale, which a sweep of no paper has none of, and how many keys were changed."""
         changed, scale = len(self.options.changes), self.options.scale
         words = [f"scale {scale}"] if self.recipe.paper or scale != "paper" else []
-        words += [f"{changed} key{'s' * (changed > 1)} changed"] if changed else []
+        words += [f"{num_of('key', changed)} changed"] if changed else []
         return ", ".join(words)
 
     @property

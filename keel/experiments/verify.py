@@ -62,9 +62,8 @@ def verify(folder: Path, rounds: int, console: Console) -> int:
             console.print(f"  {word} {escape(check.found)}")
             num_failed += not check.passed
     skipped = f", {num_skipped} skipped" if num_skipped else ""
-    runs = f"{len(directories)} run{'s' if len(directories) != 1 else ''}"
-    failed = f"{num_failed} check{'s' if num_failed != 1 else ''} failed"
-    console.print(f"{runs}{skipped}, {failed}")
+    runs = num_of("run", directories)
+    console.print(f"{runs}{skipped}, {num_of('check', num_failed)} failed")
     return 1 if num_failed or num_skipped == len(directories) else 0
 
 
@@ -125,8 +124,8 @@ def checks(directory: Path, rounds: int) -> Iterator[Check]:
         return
     others = len(manifest.get("stacked", {}).get("runs", "1")) - 1
     if others:
-        plural = "s" if others > 1 else ""
-        yield Check(True, f"it trained together with {others} other run{plural}: replayed alone")
+        together = num_of("other run", others)
+        yield Check(True, f"it trained together with {together}: replayed alone")
     try:
         is_same = not differing and not others
         yield from replay_checks(directory, manifest, rounds, is_same)
