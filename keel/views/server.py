@@ -27,7 +27,7 @@ from markupsafe import Markup
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from keel.runs import FINISHED, RUNNING, STARTING
+from keel.runs import DAMAGE, FINISHED, INTERRUPTED, RUNNING, STARTING
 from keel.views import compare_page, run_page
 from keel.views.charts import static_file
 from keel.views.compare_page import Group, View, grouped, view_of
@@ -42,8 +42,6 @@ POLL_NODES_S = 15.0
 MAX_DEPLOYMENTS = 5  # shown: the last changed
 RESULTS = ("rounds", "final_accuracy", "best_accuracy")  # of a summary
 UNENDED = (None, STARTING, RUNNING)  # status of a summary that was not written at a run's end
-# what reading a file raises that is damaged, or was replaced meanwhile
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
     "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; base-uri 'none'; "
@@ -254,7 +252,7 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
             html = {p: pages.get_template(f"run_{p}.html.j2").render(content) for p in parts}
             charts = run_page.main_charts(reader)
             coming: list[str] = []
-            with suppress(*UNREADABLE):
+            with suppress(*DAMAGE):
                 coming = [] if entry.problem else run_page.coming_charts(reader)
             return JSONResponse({"version": now, "html": html, "charts": charts, "coming": coming})
 
@@ -267,7 +265,7 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
             if now == version:
                 return unchanged()
             charts: dict[str, Any] = {}
-            with suppress(*UNREADABLE):  # if it was replaced meanwhile, the next look reads it anew
+            with suppress(*DAMAGE):  # if it was replaced meanwhile, the next look reads the new one
                 charts = {} if entry.problem else run_page.client_charts(reader)
             return JSONResponse({"version": now, "charts": charts})
 
@@ -353,7 +351,7 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
                 reader = store.history(entry)
                 known = seen.setdefault(reader, run_page.Sites())
                 rows = run_page.site_rows(entry, reader, online, known)
-            except UNREADABLE as error:
+            except DAMAGE as error:
                 rows = [{"site": f"cannot be read: {text_of(error)}"}]
             if rows:
                 found.append((entry, entry.state, rows))
@@ -438,7 +436,7 @@ def run_rows(store: Store) -> list[dict[str, Any]]:
 
 def kind_of(state: str) -> str:
     """The class that colours a state."""
-    known = {FINISHED: "good", RUNNING: "live", "stopped": "warn", "interrupted": "warn"}
+    known = {FINISHED: "good", RUNNING: "live", "stopped": "warn", INTERRUPTED: "warn"}
     return known.get(state, "bad")
 
 

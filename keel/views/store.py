@@ -18,6 +18,7 @@ from keel.runs import (
     CONFIG_FILE,
     DAMAGE,
     FINISHED,
+    INTERRUPTED,
     LOCK_FILE,
     RUNNING,
     STARTING,
@@ -255,8 +256,8 @@ def read_entry(run_id: str, directory: Path, problem: str = "") -> Entry:
         problem = f"{CONFIG_FILE} is damaged: {text_of(fault, 160)}"
         return Entry(run_id, name, directory, problem=problem, changed=changed)
     if status == RUNNING:  # looked at anew by `state`
-        saved = str(summary.get("status", "interrupted"))
-        status = "interrupted" if saved in (STARTING, RUNNING) else saved
+        saved = str(summary.get("status", INTERRUPTED))
+        status = INTERRUPTED if saved in (STARTING, RUNNING) else saved
     return Entry(
         run_id, name, directory, config, overrides, summary, text_of(status, MAX_STATE), "", changed
     )
