@@ -5,10 +5,10 @@ import shutil
 import time
 from pathlib import Path
 
+from protocol.files import DAY_S
 from protocol.text import num_of
 
 log = logging.getLogger("keel.client")
-DAY_S = 86400.0
 
 
 class OldState:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from data.decoding import ImageFileError
-from protocol.files import private_files, write_atomically
+from protocol.files import DAY_S, private_files, write_atomically
 
 Key = dict[str, Any]
 UNUSED_DAYS = 30
@@ -89,13 +89,13 @@ def remove_superseded(entry: Path, key: Key) -> None:
         if not LEFTOVER.fullmatch(left.name):
             continue
         with suppress(OSError):
-            if time.time() - left.stat().st_mtime > UNUSED_DAYS * 86400:
+            if time.time() - left.stat().st_mtime > UNUSED_DAYS * DAY_S:
                 shutil.rmtree(left, ignore_errors=True)
     for about in entry.parent.glob(f"{_slug(key['source'])}-*/about.json"):
         with suppress(OSError, ValueError, KeyError):  # another process is removing it
             other = read_about(about.parent)["key"]
             is_current = all(other.get(part) == key[part] for part in ("version", "content"))
-            is_unused = time.time() - about.stat().st_mtime > UNUSED_DAYS * 86400
+            is_unused = time.time() - about.stat().st_mtime > UNUSED_DAYS * DAY_S
             if other["source"] == key["source"] and not is_current and is_unused:
                 # Rename first, so that no process opens a half-removed entry.
                 doomed = about.parent.rename(entry.with_name(f".{uuid.uuid4().hex}"))

@@ -6,7 +6,8 @@ import shutil
 import pytest
 
 import client_app.old_state
-from client_app.old_state import DAY_S, OldState
+from client_app.old_state import OldState
+from protocol.files import DAY_S
 
 NOW = 2_000_000_000.0
 
