@@ -1,6 +1,5 @@
 """The code that a run is made with: digests of its sources, and torch's version. Needs no torch."""
 
-import hashlib
 import inspect
 import traceback
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 from protocol.catalogue import method_names, method_stem
 from protocol.config import app_folder
+from protocol.files import digest
 
 run_by_worker = ("client_app", "data", "models", "protocol")  # packages
 SERVER_PACKAGES = ("server_app", "strategies")  # beside those of the clients
@@ -34,11 +34,12 @@ def sources_digest() -> str:
 
 
 def _digest_of(packages: Sequence[str], before: str = "") -> str:
-    digest = hashlib.sha256(before.encode())
-    for package in packages:
-        for path in sorted((app_folder / package).rglob("*.py")):
-            digest.update(str(path.relative_to(app_folder)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
+    sources = (
+        str(path.relative_to(app_folder)).encode() + b"\0" + path.read_bytes()
+        for package in packages
+        for path in sorted((app_folder / package).rglob("*.py"))
+    )
+    return digest(before.encode(), *sources)
 
 
 @lru_cache(maxsize=64)  # a report asks for it thousands of times

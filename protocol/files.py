@@ -166,4 +166,4 @@ def remove_parts(directory: Path) -> None:
 @functools.cache
 def machine_mark() -> str:
     """Eight hex digits of this machine's or container's name."""
-    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+    return digest(platform.node().encode())[:8]

@@ -1,6 +1,5 @@
 """One run of an experiment: its config, its name, and the run directories of its attempts."""
 
-import hashlib
 import itertools
 import json
 import re
@@ -83,7 +82,7 @@ def hash_of(relevant: Keys, is_0_1: bool = False) -> str:
         for key, value in relevant.items()
         if value != defaults[key]
     }
-    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:12]
+    return digest(json.dumps(hashed, sort_keys=True).encode())[:12]
 
 
 @dataclass(frozen=True)
