@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from protocol.processes import num_shares
+from protocol.text import num_of
 
 MAX_WORKERS = 4096
 CPU_WORKERS = "KEEL_CPU_WORKERS"  # where set, workers get no GPU that was not asked for
@@ -18,6 +19,10 @@ class Node:
     num_cpus: float
     num_gpus: float
     id: str = ""
+
+    def __str__(self) -> str:
+        cpus, gpus = num_of("CPU", self.num_cpus), num_of("GPU", self.num_gpus)
+        return f"{self.address} has {cpus} and {gpus}"
 
     def num_workers(self, cpus: float, gpus: float) -> int:
         """How many workers with these shares run here at once; 0 if they request neither."""

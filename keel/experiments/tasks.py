@@ -73,13 +73,9 @@ class Resources:
         gpus = self.gpus_on(nodes)
         slots = sum(node.num_workers(self.cpus, gpus) for node in nodes)
         if not slots:
-            has = [
-                f"{n.address} has {num_of('CPU', n.num_cpus)} and {num_of('GPU', n.num_gpus)}"
-                for n in nodes
-            ]
             raise ValueError(
                 f"no machine has the {num_of('CPU', self.cpus)} and {num_of('GPU', gpus)} that a "
-                f"run needs (--cpus-per-run, --gpus-per-run): {'; '.join(has)}"
+                f"run needs (--cpus-per-run, --gpus-per-run): {'; '.join(map(str, nodes))}"
             )
         return min(slots, self.workers or slots)
 

@@ -166,14 +166,10 @@ class ClusterBackend(RayBackend):
         for i in sorted(i for _, i in sorted(fits)[: self.max_workers]):
             self.workers.append(self.new_worker(nodes[i]))
         if not self.workers:
-            has = [
-                f"{n.address} has {num_of('CPU', n.num_cpus)} and {num_of('GPU', n.num_gpus)}"
-                for n in nodes
-            ]
             raise RuntimeError(
                 f"no node has the {num_of('CPU', cpus)} and {num_of('GPU', gpus)} of one worker "
                 "(client-resources-num-cpus, -num-gpus; --cpus-per-client, --gpus-per-client; "
-                "at least one must be > 0): " + "; ".join(has)
+                "at least one must be > 0): " + "; ".join(map(str, nodes))
             )
         self.drop_late_workers()
 
