@@ -296,6 +296,10 @@ class Average(Strategy):
         node_of = {entry.client: node for node, entry in self.roster.items()}
         return [node_of[client] for client in clients]
 
+    def _entry_of(self, reply: TrainReply) -> RosterEntry:
+        """The roster entry of the client that replied."""
+        return self.roster[self.nodes_of([reply.client])[0]]
+
     def backed_off(self, server_round: int) -> set[str]:
         """Clients that are not sampled in this round: disconnected, or failed too often.
 

@@ -55,7 +55,7 @@ class FedCRServer(Average):
         The share, 1 / (S sqrt(samples)), is 0 for classes that the client did not see, and at most
         MAX_VALUE_RATIO.
         """
-        entry = self.roster[self.nodes_of([reply.client])[0]]
+        entry = self._entry_of(reply)
         samples = torch.tensor(entry.label_counts).clamp_min(1)[:, None]
         seen, s = reply.extra["seen"][:, None], reply.extra["S"]
         share = seen / (s * samples.sqrt())
@@ -68,7 +68,7 @@ class FedCRServer(Average):
             return f"array 'S' holds {float(s.min()):.4g}: expected at least {SMALLEST_DEVIATION:g}"
         if not bool(((seen == 0) | (seen == 1)).all()):
             return "array 'seen' has values other than 0 and 1"
-        entry = self.roster[self.nodes_of([reply.client])[0]]
+        entry = self._entry_of(reply)
         is_own = bool((seen <= torch.tensor(entry.label_counts)).all())
         return "" if is_own else "array 'seen' has a class without samples"
 

@@ -88,7 +88,7 @@ class FedPACServer(Average):
 
     def extra_reason(self, reply: TrainReply) -> str:
         """Why the counts are rejected: they differ from the roster entry."""
-        return self.prototypes.count_reason(reply, self.roster[self.nodes_of([reply.client])[0]])
+        return self.prototypes.count_reason(reply, self._entry_of(reply))
 
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
         """The extractors' average, new prototypes, and the heads of this round's clients."""

@@ -41,7 +41,7 @@ class FedProcServer(Average):
 
     def extra_reason(self, reply: TrainReply) -> str:
         """Why the counts or sums are rejected: they differ from the roster entry."""
-        entry = self.roster[self.nodes_of([reply.client])[0]]
+        entry = self._entry_of(reply)
         if reason := self.prototypes.count_reason(reply, entry):
             return reason
         is_zero = not reply.extra["sums"][reply.extra["counts"] == 0].any()
