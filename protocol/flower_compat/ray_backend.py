@@ -75,7 +75,7 @@ class Worker:
     node: Node
 
 
-def in_one_line(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """An error of Ray's without its traceback: the last line that says something."""
     cause = getattr(error, "cause", None)
     lines = [line.strip() for line in str(cause or error).splitlines() if line.strip()]
@@ -270,7 +270,7 @@ class ClusterBackend(RayBackend):
                         return Message(ended, reply_to=message), context
                 _, reply, updated = ray.get(future)
             except LOST as error:
-                reason = in_one_line(error)
+                reason = reason_of(error)
             except BaseException:
                 self.put_back(worker)
                 raise
@@ -302,7 +302,7 @@ class ClusterBackend(RayBackend):
             try:
                 reply, _ = self.reply_of_worker(own, context, 1)
             except Exception as error:
-                return Error(ErrorCode.UNKNOWN, in_one_line(error))
+                return Error(ErrorCode.UNKNOWN, reason_of(error))
             return reply.error if reply.has_error() else reply.content
 
         replies = map(replied, contents_one_by_one(message.content))
@@ -340,7 +340,7 @@ class ClusterBackend(RayBackend):
                 found = None if error else reply.content
                 replies.append(WorkerReply(worker.node.address, found, error, self.log_lines))
             except RayError as error:
-                replies.append(WorkerReply(worker.node.address, None, in_one_line(error)))
+                replies.append(WorkerReply(worker.node.address, None, reason_of(error)))
         return replies
 
     def terminate(self) -> None:
