@@ -602,7 +602,7 @@ class MachineReport:
 
 def machine_content(report: MachineReport) -> RecordDict:
     """The content of the reply to a preflight."""
-    return RecordDict({"machine": ConfigRecord(dict(asdict(report).items()))})
+    return RecordDict({"machine": ConfigRecord(asdict(report))})
 
 
 def machine_report(content: RecordDict) -> MachineReport:

@@ -146,7 +146,7 @@ def begin_manifest(
         fields["stacked"] = stacked
     if precisions:
         fields["precision"] = appended(before.get("precision", []), *precisions)
-    if fields["simulated"]:
+    if is_simulated:
         found = (machine(device), *(each.report.machine for each in workers))
         fields["machines"] = appended(before.get("machines", []), *found)
     if workers:

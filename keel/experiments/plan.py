@@ -247,9 +247,10 @@ class Result:
 
     @property
     def deviation(self) -> float | None:
-        """Standard deviation of `reached`; None if there are fewer than two."""
-        is_one = len(self.reached) > 1 and self.mean is not None
-        return statistics.stdev(self.reached) if is_one else None
+        """Standard deviation of `reached`; None if there are fewer than two, or where `mixes`."""
+        if len(self.reached) < 2 or self.mean is None:
+            return None
+        return statistics.stdev(self.reached)
 
     @property
     def difference(self) -> float | None:

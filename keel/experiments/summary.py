@@ -288,9 +288,8 @@ def svg_of(curves: Curves, title: str) -> str:
         if paper is not None:
             ends = f"M{place(0, paper)} L{place(last, paper)}"
             parts.append(f'<path d="{ends}" stroke="{colour}" stroke-dasharray="4 3"/>')
-    legend = ((MARGIN, name, colour) for name, colour in zip(curves, COLOURS, strict=True))
-    for i, (x, name, colour) in enumerate(legend):
-        at = x + i * (WIDTH - 2 * MARGIN) / 2
+    for i, (name, colour) in enumerate(zip(curves, COLOURS, strict=True)):
+        at = MARGIN + i * (WIDTH - 2 * MARGIN) / 2
         parts.append(f'<text x="{at:.0f}" y="14" fill="{colour}">{escape(name)}</text>')
     more = 'fill="#555" text-anchor="end" dx="-4"'
     parts += [text(0, low, f"{low:.1f} %", more), text(0, high, f"{high:.1f} %", more)]
