@@ -13,6 +13,9 @@ from pathlib import Path
 import scipy  # loads submodules on first use: scipy.stats takes a second
 
 from keel.experiments.plan import (
+    OTHER_CODE,
+    OTHER_DATA,
+    OTHER_PRECISION,
     Result,
     differing,
     differs,
@@ -37,9 +40,6 @@ CHANCE = (
     "where there is no true difference, about one judged claim in 20 is still decided by chance, "
     "and more if seeds were added after seeing the verdict"
 )
-
-# runs whose numbers are not compared
-MIXED = ("runs of different code", "runs in different precision", "runs on different data")
 
 Results = Mapping[tuple[str, str], Result]
 
@@ -141,7 +141,8 @@ def _judged(
         lacks = lacking(sides, runs, code)
         if lacks:
             are_mixed = len({name for side in sides for name in side.code}) > 1
-            are_mixed |= lacks[0] in MIXED[1:]  # the first is of the whole table
+            # `lacking` compares the code of the whole table
+            are_mixed |= lacks[0] in (OTHER_PRECISION, OTHER_DATA)
             number = "" if are_mixed else f"; {detail}"
             detail, decide, differences = f"no verdict on {lacks[0]}{number}", lacks[1], []
         elif sides[0].cell.take.is_time and len(machines) > 1:
@@ -265,14 +266,14 @@ def lacking(
     code: of all runs of the table.
     """
     if len(code) > 1:
-        return MIXED[0], "runs of one code"
+        return OTHER_CODE, "runs of one code"
     if any(UNKNOWN in each for each in code):
         return "runs whose code is not recorded", "runs of today's code"
     if len({name for side in sides for name in side.precision}) > 1:
-        return MIXED[1], "runs in one precision"
+        return OTHER_PRECISION, "runs in one precision"
     data = set[tuple[str, str]]().union(*(side.data for side in sides))
     if differs(data):
-        return MIXED[2], "runs on the same data"
+        return OTHER_DATA, "runs on the same data"
     if any(1 < s.num_candidates > s.num_tried for s in sides):
         return (
             "a side whose tuned values were not all tried, or failed",

@@ -40,6 +40,9 @@ JOB_KINDS: dict[str, type] = {
     **{"text": str, "recipe": str, "scale": str},
     **{"changes": dict, "seeds": list, "full_grid": bool},
 }
+# why the numbers of runs are not compared
+OTHER_CODE = "runs of different code"
+OTHER_PRECISION, OTHER_DATA = "runs in different precision", "runs on different data"
 MAX_SLUG = 120  # characters: file systems allow 255, and a report's pictures have longer names
 
 
@@ -231,11 +234,11 @@ class Result:
     def mixes(self) -> str:
         """Why its runs are not averaged: what they differ in; empty if they are."""
         if len(self.code) > 1:
-            return "runs of different code"
+            return OTHER_CODE
         if len(self.precision) > 1:
-            return "runs in different precision"
+            return OTHER_PRECISION
         if differs(self.data):
-            return "runs on different data"
+            return OTHER_DATA
         if self.cell.take.is_time and len(self.machines) > 1:
             return "runs on different machines"
         return ""
