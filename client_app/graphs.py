@@ -56,30 +56,30 @@ class Obstacles(TorchDispatchMode):  # type: ignore[no-untyped-call]
     first = ""
 
     def __torch_dispatch__(
-        self, operation: Any, types: Any, given: Any = (), named: Any = None
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        made = operation(*given, **(named or {}))
-        if not self.first and is_obstacle(operation, given, named or {}, made):
+        made = operation(*args, **(kwargs or {}))
+        if not self.first and is_obstacle(operation, args, kwargs or {}, made):
             self.first = operation.overloadpacket.__name__
         return made
 
 
-def is_obstacle(operation: Any, given: Any, named: Any, made: Any) -> bool:
-    """Whether no graph can have this operation; given, named, made: its arguments and result."""
+def is_obstacle(operation: Any, args: Any, kwargs: Any, made: Any) -> bool:
+    """Whether no graph can have this operation. made: its result."""
     name = operation.overloadpacket.__name__
     if name.startswith("index"):  # its shape depends on values if a mask is among the indices
-        indices = [each for each in pytree.tree_leaves(given[1]) if isinstance(each, Tensor)]
+        indices = [each for each in pytree.tree_leaves(args[1]) if isinstance(each, Tensor)]
         are_masks = any(each.dtype in (torch.bool, torch.uint8) for each in indices)
-        return are_masks or any(each.device != given[0].device for each in indices)
+        return are_masks or any(each.device != args[0].device for each in indices)
     # the end of `torch.tensor`, whose copy to a device no mode sees; with torch 2.11 the recording
     # fails instead
     if name == "lift_fresh":
         return bool(made.device.type != "cpu")
     if name in ("_to_copy", "copy_"):
-        return bool(given[name == "copy_"].device != made.device)
+        return bool(args[name == "copy_"].device != made.device)
     depends = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     is_tagged = bool(depends & {*operation.tags})
-    return is_tagged or name in CHECKED or named.get("generator") is not None
+    return is_tagged or name in CHECKED or kwargs.get("generator") is not None
 
 
 class Recording:

@@ -483,7 +483,7 @@ class Training:
     method: Method
     seconds: float
     cpu_seconds: float
-    versions: dict[tuple[str, str], int]  # of `given_arrays`: torch counts changes in place
+    versions: dict[tuple[str, str], int]  # of `input_arrays`: torch counts changes in place
     old_round: int  # of the client state, as `prepare`
 
 
@@ -500,7 +500,7 @@ def begin_training(message: Message, context: Context, turns: ExitStack) -> Trai
     charge_release(request.config, node, client_name(node), run, request.round)
     ctx, method = begin(), method_of(request.config)
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
-    versions = {name: array._version for name, array in given_arrays(ctx).items()}
+    versions = {name: array._version for name, array in input_arrays(ctx).items()}
     return Training(request, context, ctx, method, seconds, cpu_seconds, versions, old_round)
 
 
@@ -573,11 +573,11 @@ def finish_training(training: Training, update: Update, metrics: dict[str, float
     return reply_content(TrainReply(client, request.round, update.arrays, update.extra, metrics))
 
 
-def given_arrays(ctx: RoundContext) -> dict[tuple[str, str], torch.Tensor]:
+def input_arrays(ctx: RoundContext) -> dict[tuple[str, str], torch.Tensor]:
     """The received arrays and the client state, by where `ctx` has them and their name."""
-    given = {"received": ctx.received, "extra": ctx.extra}
-    given |= {f"state[{group!r}]": arrays for group, arrays in ctx.state.items()}
-    return {(where, name): a for where, arrays in given.items() for name, a in arrays.items()}
+    found = {"received": ctx.received, "extra": ctx.extra}
+    found |= {f"state[{group!r}]": arrays for group, arrays in ctx.state.items()}
+    return {(where, name): a for where, arrays in found.items() for name, a in arrays.items()}
 
 
 def check_unchanged(training: Training) -> None:
@@ -586,7 +586,7 @@ def check_unchanged(training: Training) -> None:
     Other clients may read what was received, and the state has to be that of the round before if
     this round is repeated or the client fails.
     """
-    now = {name: array._version for name, array in given_arrays(training.ctx).items()}
+    now = {name: array._version for name, array in input_arrays(training.ctx).items()}
     changed = [name for name, version in training.versions.items() if now.get(name) != version]
     if changed:
         where, name = changed[0]

@@ -84,13 +84,13 @@ def check_names(node_config: NodeConfig) -> None:
     for key in node_config:
         if key not in NODE_KEYS and not key.lower().startswith("privacy"):
             refuse_unknown("node config key", key, [*NODE_KEYS, *KEYS])
-    for prefix, given, known in (
+    for prefix, settings, known in (
         ("privacy", node_config, KEYS),
         ("keel_privacy", os.environ, [variable_of(key) for key in KEYS]),
     ):
-        for name in given:
+        for name in settings:
             is_limit = name[: len(prefix)].lower() == prefix
-            if is_limit and name not in known and given[name] != "":
+            if is_limit and name not in known and settings[name] != "":
                 raise PrivacyRefused(
                     f"{name}: unknown privacy limit of this site; expected one of "
                     + ", ".join(known)

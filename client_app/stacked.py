@@ -198,9 +198,9 @@ def differing(ctxs: Sequence[StackedContext]) -> dict[str, Arrays]:
 
 def stacked_frozen(phases: Sequence[Phase]) -> list[Arrays]:
     """The weights of each frozen network, [k, ...]; {} where all clients have the same one."""
-    most = max((phase.frozen for phase in phases), key=len)
+    longest = max((phase.frozen for phase in phases), key=len)
     found: list[Arrays] = []
-    for n, network in enumerate(most):
+    for n, network in enumerate(longest):
         own = [phase.frozen[n] if n < len(phase.frozen) else network for phase in phases]
         differ = any(each is not network for each in own)
         states = [each.state_dict() for each in own] if differ else [{}]

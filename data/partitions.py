@@ -29,12 +29,12 @@ class Parts:
 
         ValueError for owners that are not whole numbers from 0, one for each index.
         """
-        least = owners.min(initial=0)
-        if owners.shape != indices.shape or owners.dtype.kind not in "iu" or least < 0:
+        smallest = owners.min(initial=0)
+        if owners.shape != indices.shape or owners.dtype.kind not in "iu" or smallest < 0:
             raise ValueError(
                 f"Parts: expected {len(indices)} owners, the number of the client that holds each "
                 f"of the indices, from 0: found {len(owners)} of {owners.dtype}, the least "
-                f"{least:g}"
+                f"{smallest:g}"
             )
         order = np.lexsort((indices, owners))
         self.indices = indices[order].astype(np.int64, copy=False)

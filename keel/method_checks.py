@@ -100,8 +100,8 @@ class Subject:
 
     def run(self, num_clients: int = 2, **keys: OptionValue) -> Path:
         """The directory of a finished run on the inline engine."""
-        given = self.keys(output_dir=str(self.directory), keep_state=True, **keys)
-        return run_inline(given, num_clients)
+        overrides = self.keys(output_dir=str(self.directory), keep_state=True, **keys)
+        return run_inline(overrides, num_clients)
 
     def round(
         self,

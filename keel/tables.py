@@ -56,15 +56,15 @@ def add_column(
 
 
 def print_table(
-    build: Callable[[Sequence[str]], Table], columns: Iterable[str], least: Sequence[str] = ()
+    build: Callable[[Sequence[str]], Table], columns: Iterable[str], drop_first: Sequence[str] = ()
 ) -> None:
     """Print the table of these columns; to a pipe without the blanks that fill its lines.
 
-    least: columns that are left out, the first first, where the terminal is too narrow. Then the
+    drop_first: columns that are left out, in this order, where the terminal is too narrow. Then the
     others are, from the right, but never the first: its cells are names to copy.
     """
     console, shown, left_out = terminal_console(), list(columns), []
-    for name in (*least, *(name for name in shown[:0:-1] if name not in least)):
+    for name in (*drop_first, *(name for name in shown[:0:-1] if name not in drop_first)):
         if is_too_wide(build(shown)):
             shown.remove(name)
             left_out.append(name)

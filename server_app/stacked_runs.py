@@ -54,9 +54,9 @@ def shared_keys(config: RunConfig) -> dict[str, OptionValue]:
 
 def check_group(configs: Sequence[RunConfig]) -> None:
     """ValueError, one line, if these runs cannot train together."""
-    first, most = shared_keys(configs[0]), configs[0].train.stacked_runs
-    if len(configs) > most:
-        raise ValueError(f"stacked-runs = {most}: {len(configs)} runs were to train together")
+    first, max_runs = shared_keys(configs[0]), configs[0].train.stacked_runs
+    if len(configs) > max_runs:
+        raise ValueError(f"stacked-runs = {max_runs}: {len(configs)} runs were to train together")
     for config in configs[1:]:
         other = shared_keys(config)
         for key in sorted(first.keys() | other.keys()):

@@ -518,8 +518,8 @@ class Average(Strategy):
                 f"round {server_round}: {num_of('accepted reply', accepted, 'accepted replies')}, "
                 f"{rounds.fewest_replies_text}. {'; '.join(reasons)}"
             )
-        given = [self.current, *(arrays for r in accepted for arrays in (r.arrays, r.extra))]
-        versions = [(a, a._version) for arrays in given for a in arrays.values()]
+        inputs = [self.current, *(arrays for r in accepted for arrays in (r.arrays, r.extra))]
+        versions = [(a, a._version) for arrays in inputs for a in arrays.values()]
         following = returned(self.next_arrays, self.current, accepted)
         # the model is needed if the next is not finite, and a reply may be client state in memory
         if any(array._version != version for array, version in versions):

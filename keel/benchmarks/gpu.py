@@ -83,9 +83,9 @@ def training(options: BenchOptions) -> Iterator[Measurement]:
         for name in ("fedavg", method):
             for way, keys in WAYS.items():
                 if not (quick and "compile" in keys):
-                    given: Keys = {**common, **keys, "method": name}
+                    overrides: Keys = {**common, **keys, "method": name}
                     what = f"{model}, batch {batch}: {name}, {way}"
-                    yield what, partial(measure, given, str(keys["precision"]))
+                    yield what, partial(measure, overrides, str(keys["precision"]))
 
 
 def num_steps(run: Run) -> int:

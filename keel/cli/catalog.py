@@ -386,8 +386,8 @@ def presets(
     if name is None:
         rows = [preset_row(each, measure, needed=measure) for each in known_presets()]
         caption = f"{estimated_how} {not_measured}, `keel presets NAME` one."
-        least = ["method", "model", "expected time"]
-        show(rows, as_json, "Presets", caption, ["expected seconds"], least)
+        drop_first = ["method", "model", "expected time"]
+        show(rows, as_json, "Presets", caption, ["expected seconds"], drop_first)
         return
     refuse_unknown("preset", name, list(known_presets()))
     keys: list[Row] = [{"key": k, "value": v} for k, v in known_presets()[name].items()]
@@ -480,12 +480,12 @@ def show(
     title: str,
     caption: str = "",
     hidden: Sequence[str] = (),
-    least: Sequence[str] = (),
+    drop_first: Sequence[str] = (),
 ) -> None:
     """Rows with equal keys as JSON, or as a table without the hidden columns.
 
-    Where the terminal is too narrow, the `least` columns are left out, those without a value first;
-    options are listed then, one below the other.
+    Where the terminal is too narrow, the columns `drop_first` are left out, those without a value
+    before the others; options are then listed, one below the other.
     """
     if as_json:
         print(json.dumps(rows, indent=2))
@@ -507,8 +507,8 @@ def show(
     if "description" in columns and is_too_wide(build(columns)):
         list_options(rows, columns)
     else:
-        least = sorted(least, key=lambda name: any(row[name] is not None for row in rows))
-        print_table(build, columns, least)
+        drop_first = sorted(drop_first, key=lambda name: any(row[name] is not None for row in rows))
+        print_table(build, columns, drop_first)
     if caption:
         terminal_console().print(caption, highlight=False)
 

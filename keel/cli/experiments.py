@@ -246,4 +246,4 @@ def list_command(scale: Scale = "paper", output: Output = None) -> None:
     refuse_unknown("--scale", scale, list(SCALES))
     names = ("recipe", "paper", "title", "size", "finished", "time left")
     rows = [dict(zip(names, line, strict=True)) for line in overview(scale, output_folder(output))]
-    show(rows, False, f"Recipes at scale {scale}", least=["title"])
+    show(rows, False, f"Recipes at scale {scale}", drop_first=["title"])

@@ -126,12 +126,13 @@ def check_simulated(config: RunConfig, num_clients: int) -> None:
 
 def check_share(data: DataConfig, num_train: int, num_classes: int, num_clients: int) -> None:
     """ValueError if `data-fraction` leaves fewer images than the partition needs in any case."""
-    most = min(num_train, int(data.data_fraction * num_train) + num_classes)  # 1 of each at least
+    # at least one image of each class
+    max_left = min(num_train, int(data.data_fraction * num_train) + num_classes)
     each = {"dirichlet": data.min_samples, "shards": data.shards_per_client}.get(data.partition, 1)
-    if each * num_clients > most:
+    if each * num_clients > max_left:
         key = {"dirichlet": "min-samples", "shards": "shards-per-client"}.get(data.partition)
         raise ValueError(
-            f"data-fraction = {data.data_fraction:g} leaves at most {most:,} training images, and "
-            f"{num_clients} clients{f' with {key} = {each}' * bool(key)} need "
+            f"data-fraction = {data.data_fraction:g} leaves at most {max_left:,} training images, "
+            f"and {num_clients} clients{f' with {key} = {each}' * bool(key)} need "
             f"{each * num_clients:,}: raise data-fraction"
         )

@@ -208,15 +208,15 @@ def table_of(columns: Mapping[str, Sequence[str]]) -> Table:
     return table
 
 
-def print_runs(columns: Mapping[str, Sequence[str]], least: Sequence[str]) -> None:
-    """Print a table of runs, without the `least` columns where the terminal is too narrow.
+def print_runs(columns: Mapping[str, Sequence[str]], drop_first: Sequence[str]) -> None:
+    """Print a table of runs, without the columns `drop_first` where the terminal is too narrow.
 
     A name that would take more than half of it is cut: commands find a run by how its name begins.
     """
-    most = max(MAX_SHOWN_NAME, terminal_console().width // 2)
-    names = [n if len(n) <= most else f"{n[: most - 1]}…" for n in columns["run"]]
+    max_length = max(MAX_SHOWN_NAME, terminal_console().width // 2)
+    names = [n if len(n) <= max_length else f"{n[: max_length - 1]}…" for n in columns["run"]]
     shown = {**columns, "run": names}
-    print_table(lambda names: table_of({name: shown[name] for name in names}), shown, least)
+    print_table(lambda names: table_of({name: shown[name] for name in names}), shown, drop_first)
 
 
 def print_lost_rounds(runs: Iterable[tuple[str, str]]) -> None:

@@ -91,8 +91,8 @@ class Guard:
             return PlainTextResponse("refused: the request comes from another site\n", 403)
         if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("refused: these pages change nothing\n", 405)
-        given = request.query_params.get("token") or request.cookies.get(self.cookie, "")
-        if not hmac.compare_digest(given.encode(), self.token.encode()):
+        token = request.query_params.get("token") or request.cookies.get(self.cookie, "")
+        if not hmac.compare_digest(token.encode(), self.token.encode()):
             text = "refused: open the link that `keel ui` printed: it has the token\n"
             return PlainTextResponse(text, 403)
         return None

@@ -231,8 +231,9 @@ class BoundedPull:
                 raise ObjectPullError(object_id, f"{TOO_LARGE} {max_bytes} bytes")
             return content
 
-        most = min(FLWR_PRIVATE_MAX_CONCURRENT_OBJ_PULLS, max_bytes // MAX_OBJECT_BYTES)
-        return self.pull(object_ids, counted, **{"max_concurrent_pulls": max(1, most)} | options)
+        fitting = max(1, max_bytes // MAX_OBJECT_BYTES)
+        max_pulls = min(FLWR_PRIVATE_MAX_CONCURRENT_OBJ_PULLS, fitting)
+        return self.pull(object_ids, counted, **{"max_concurrent_pulls": max_pulls} | options)
 
 
 def inflate_or_fail(object_id: str, object_contents: dict[str, bytes], **options: Any) -> Message:

@@ -156,8 +156,8 @@ class ClusterBackend(RayBackend):
         """Start them, spread over the nodes. RuntimeError, one line, if there is none."""
         if not self.max_workers:
             raise RuntimeError("num-supernodes = 0: a simulation needs at least 1 worker")
-        nodes, wanted = living_nodes(), self.client_resources
-        cpus, gpus = wanted["num_cpus"], wanted.get("num_gpus", 0)
+        nodes, resources = living_nodes(), self.client_resources
+        cpus, gpus = resources["num_cpus"], resources.get("num_gpus", 0)
         fits = [
             (number, i)
             for i, node in enumerate(nodes)
