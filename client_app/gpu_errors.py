@@ -7,7 +7,7 @@ _lost = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "CUDNN_STATUS
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether the GPU's memory was full: less fits, and the process can go on."""
+    """Whether the GPU's memory was full: the process can continue with a smaller step."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     is_of_torch = isinstance(error, RuntimeError)

@@ -88,7 +88,7 @@ class TimeLimits:
         self._limits: dict[int, tuple[float, float]] = {}  # thread: (seconds, when they are over)
 
     def _set(self, limit_s: float | None) -> float | None:
-        """Start this thread's time anew, or end it (None); the limit that it had."""
+        """Restart this thread's time, or end it (None); the limit that it had."""
         thread = threading.get_ident()
         with self._lock:
             before, _ = self._limits.pop(thread, (None, 0.0))
@@ -102,7 +102,7 @@ class TimeLimits:
 
     @contextlib.contextmanager
     def limited(self, limit_s: float) -> Iterator[None]:
-        """The block may take so long, without what it spends in `waiting`."""
+        """The block may take `limit_s`, not counting the time that it spends in `waiting`."""
         self._set(limit_s)
         try:
             yield
@@ -111,7 +111,7 @@ class TimeLimits:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """The block waits for other threads; afterwards this thread's time starts anew."""
+        """The block waits for other threads; then this thread's time restarts."""
         limit_s = self._set(None)
         try:
             yield

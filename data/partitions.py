@@ -252,7 +252,7 @@ def check_dirichlet(num_samples: int, num_clients: int, min_size: int) -> None:
 
 
 def check_classes(num_classes: int, num_clients: int, classes_per_client: int) -> None:
-    """ValueError if clients cannot hold so many classes, or a class would be held by none."""
+    """ValueError if clients cannot hold that many classes, or no client would hold some class."""
     if not 1 <= classes_per_client <= num_classes:
         raise ValueError(
             f"classes-per-client = {classes_per_client}: expected 1 to {num_classes}, the "

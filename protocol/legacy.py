@@ -8,7 +8,8 @@ from typing import NoReturn
 def forward(old: str, *new: str) -> NoReturn:
     """Name the new command on stderr and become it, with this process's arguments.
 
-    It starts Python anew: the packages below `keel`, which have old commands too, do not import it.
+    It starts Python again, because the packages below `keel`, which have old commands too, do not
+    import `keel`.
     """
     command = " ".join(["keel", *new])
     line = f"python -m {old} is now `{command}`; the old line works until Keel 0.3"

@@ -247,7 +247,7 @@ class Exchange:
             before, now = now, time.monotonic()
             if max(self.silent_s(), self.stopped_s()) > SILENCE_S or (has_arrived and is_inline):
                 deadline += now - before
-        self.pulls.clear()  # those under way go on; what they bring is late
+        self.pulls.clear()  # those in progress continue; their replies are late
         for message_id, node in waiting.items():
             self.late[message_id] = f"client {self.name(node)}'s reply to {what}"
         limit = key if turns == 1 else f"{turns} x {key}"

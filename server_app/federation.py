@@ -241,7 +241,7 @@ def prepare(
         log.warning("%s", note)
     save_roster(directory.path / ROSTER_FILE, roster)
     if is_simulated:
-        # a resume with another number of simulated clients would split the data anew
+        # a resume with another number of simulated clients would split the data differently
         overrides = {**overrides, "num-clients": len(roster)}
     directory.save_config(resolve_config(overrides), overrides)
     about = companions.about if companions else {}

@@ -277,7 +277,7 @@ def check_same_group(paths: Sequence[Path], about: Sequence[Mapping[str, Any]]) 
 
 
 def resume_rounds(path: Path, interval: int) -> set[int]:
-    """The rounds that this run can go on from; 0: from the start, if it has come no further."""
+    """The rounds from which this run can resume; 0: the start, if it has got no further."""
     last = max((line["round"] for line in whole_lines(path)[0]), default=0)
     found = (path / "checkpoints").glob("round-*.safetensors")
     intact = {round_of(each) for each in found if digest(each.read_bytes()) in each.name}
@@ -285,7 +285,7 @@ def resume_rounds(path: Path, interval: int) -> set[int]:
 
 
 def rewind(paths: Sequence[Path], config: RunConfig) -> dict[int, Outcome]:
-    """Set a group back to the newest round from which all its runs can go on.
+    """Set a group back to the newest round from which all its runs can resume.
 
     Returns the runs that have ended, by place, which take no part; a run that failed in a round
     that is repeated does. ValueError, one line, if there is no such round.

@@ -299,7 +299,7 @@ def remove_state(directory: Path, last_round: int, keeps_personal: bool) -> None
     checkpoints, clients = directory / "checkpoints", directory / "clients"
     try:
         if not keeps_personal:
-            # in this order: no resume goes on from a checkpoint without its clients' state
+            # in this order: no resume starts from a checkpoint without its clients' state
             for folder in filter(Path.exists, (checkpoints, clients)):
                 shutil.rmtree(folder)
             return

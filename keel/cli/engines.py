@@ -341,7 +341,7 @@ def unreachable(job: Job) -> str:
 def outcome(flower: "FlowerRun", terminal: Terminal) -> str:
     """The run's status once its log has ended, which it also does when the SuperLink restarts.
 
-    Then the run goes on and is waited for. "" where it never started.
+    In that case it waits for the run to end. "" if the run never started.
     """
     status = flower.status()
     if not status or status.startswith("finished"):

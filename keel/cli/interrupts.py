@@ -18,7 +18,7 @@ CLEAR = "\r\x1b[2K\x1b[?25h"  # the line of a progress bar, which hides the curs
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Within, SIGINT waits. PyTorch's import would go on without NumPy, or abort the process."""
+    """Within, SIGINT waits: it would leave PyTorch's import without NumPy, or abort the process."""
     before, caught = signal.getsignal(signal.SIGINT), list[int]()
     is_main = threading.current_thread() is threading.main_thread()  # others get no signals
     if not is_main or before in (signal.SIG_IGN, None):  # None: a handler that is not Python's

@@ -27,7 +27,7 @@ THIS_MACHINE = "auto"  # the cluster that this machine is a node of
 
 
 def cluster_nodes(address: str, named: str = "--ray") -> list[Node]:
-    """The living nodes of the cluster at HOST:PORT, or `auto`. named: what says the address.
+    """The living nodes of the cluster at HOST:PORT, or `auto`. named: the option with the address.
 
     ValueError, one line, where there is no cluster, or where this machine is not one of its nodes.
     """

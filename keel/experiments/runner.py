@@ -91,7 +91,7 @@ def failure_of(run: Run) -> tuple[Path, int] | None:
     attempt = run.ended()
     if attempt is None or run.failure() != FAILED:
         return None
-    with contextlib.suppress(FileNotFoundError):  # another runner has begun it again
+    with contextlib.suppress(FileNotFoundError):  # another runner has started it again
         return attempt, (attempt / "summary.json").stat().st_mtime_ns
     return None
 
@@ -294,7 +294,7 @@ def run_recipe(
                         console.print(f"{name}: {escape(reason)}; it is resumed once")
                         continue
                     each.run.folder.mkdir(parents=True, exist_ok=True)
-                    if lock := claimed(each.run):  # else another runner has begun it again
+                    if lock := claimed(each.run):  # else another runner has started it again
                         with lock:
                             if not each.run.ended():
                                 each.run.note_failure(reason)

@@ -298,7 +298,7 @@ def config_in(directory: Path) -> dict[str, Any]:
 
 
 def status_of(directory: Path) -> str:
-    """`finished`, `diverged` (values not finite or too large), `failed`; empty if it may go on."""
+    """`finished`, `diverged` (values not finite or too large), `failed`; empty: can be resumed."""
     status = str(read_json(directory / "summary.json").get("status", ""))
     if status.startswith(FAILED):
         return DIVERGED if is_divergence(status) else FAILED

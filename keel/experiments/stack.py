@@ -80,8 +80,8 @@ def run_together(runs: Sequence[Run]) -> list[Path | BaseException]:
             return [of_folder[run.folder] for run in runs]
     except ValueError as error:
         print(f"restarted from round 1: {error}")
-    anew = [{**run.keys, "output-dir": str(run.folder)} for run in runs]
+    overrides = [{**run.keys, "output-dir": str(run.folder)} for run in runs]
     try:
-        return run_stacked(anew, clients, observers)
+        return run_stacked(overrides, clients, observers)
     except ValueError as error:
         return [error] * len(runs)

@@ -2,8 +2,8 @@
 
 A run is one task, which is the inline engine in a worker of Ray's: the model is bit-identical to
 that of `keel run`. A worker locks the run directory while it executes the run, so several
-runners, on several machines, share the runs of one output folder. A CPU worker goes on to the next
-run, which saves it importing PyTorch; a GPU's ends with its run, which frees the memory.
+runners, on several machines, share the runs of one output folder. A CPU worker then executes the
+next run, without importing PyTorch again; a GPU worker ends with its run, which frees the memory.
 """
 
 import fcntl
@@ -52,7 +52,8 @@ class Resources:
     """What runs are executed with: at most `workers` at once, 0: as many as fit.
 
     cpus, gpus: each run's share; None: a GPU, or a part where there are fewer than workers.
-    address: of a Ray cluster; empty: a Ray of our own on this machine. named: what says it.
+    address: of a Ray cluster; empty: a Ray of our own on this machine. named: the option or the
+    variable with the address.
     """
 
     workers: int = 0
@@ -193,8 +194,8 @@ class RayTasks:
 def connected(resources: Resources) -> Iterator[None]:
     """Ray within: the cluster, or one of this process, which leaves nothing behind."""
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # under `uv run`: no copy of the sources
-    # Its ports are open to other users and machines, so it wants a token. Ray reads the variables
-    # when it is imported; set later, they would reach only the servers that it starts.
+    # Its ports are open to other users and machines, so it requires a token. Ray reads the
+    # variables when it is imported; set later, they would reach only the servers that it starts.
     if not resources.address and "ray" not in sys.modules:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         os.environ.setdefault("RAY_AUTH_MODE", "token")

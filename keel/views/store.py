@@ -255,7 +255,7 @@ def read_entry(run_id: str, directory: Path, problem: str = "") -> Entry:
         fault = str(error).removeprefix(f"{directory / CONFIG_FILE} is damaged or incomplete: ")
         problem = f"{CONFIG_FILE} is damaged: {text_of(fault, 160)}"
         return Entry(run_id, name, directory, problem=problem, changed=changed)
-    if status == RUNNING:  # looked at anew by `state`
+    if status == RUNNING:  # `state` checks whether it still is
         saved = str(summary.get("status", INTERRUPTED))
         status = INTERRUPTED if saved in (STARTING, RUNNING) else saved
     return Entry(

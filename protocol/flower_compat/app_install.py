@@ -6,7 +6,7 @@ something has changed since, stays as it is. Public way: none. It protects from 
 code of another run, which has the rights of the same user.
 
 These processes have imported a part of Keel before they have the app: `install_to_run` lets them
-import the whole of it anew, from the app.
+import all of it again, from the app.
 """
 
 import fcntl

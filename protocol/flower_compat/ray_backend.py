@@ -255,7 +255,7 @@ class ClusterBackend(RayBackend):
     def reply_of_worker(
         self, message: Message, context: Context, attempts_left: int
     ) -> tuple[Message, Context]:
-        """As `process_message`; RuntimeError once so many more workers have died on the message."""
+        """As `process_message`; RuntimeError once `attempts_left` more workers have died on it."""
         client = str(context.node_config[PARTITION_ID_KEY])
         simulated = message.content.get("simulated")
         is_for_many = simulated and len(simulated["clients"]) > 1  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ async function look(address) {
   return answer.json();
 }
 
-// Writes in a place; what had the focus there has it afterwards too, written anew as it may be.
+// Rewrites a place; what had the focus there has it afterwards too.
 function keepFocus(place, write) {
   const before = document.activeElement, was = place.contains(before);
   const name = each => ["value", "href", "aria-label"].map(key => each.getAttribute(key)).join();
