@@ -122,7 +122,7 @@ def begin_manifest(
         for name in ("manifest.json", "bundle.json"):
             with suppress(FileNotFoundError):
                 (directory / name).rename(directory / f"{name}.damaged")
-        log.warning("%s; it is renamed to *.damaged, and a new one is begun", error)
+        log.warning("%s; it is renamed to *.damaged, and a new one is started", error)
         before = {"code": ["not recorded"]}
     code, device = before.get("code", []), device_for(config.train.device)
     if trains and before.get("rounds") and code_version() not in code:

@@ -303,7 +303,7 @@ def rewind(paths: Sequence[Path], config: RunConfig) -> dict[int, Outcome]:
         )
         raise ValueError(
             f"stacked-runs: there is no round of which all runs have a checkpoint ({listed}): "
-            "restore their checkpoints, or start the unfinished runs anew"
+            "restore their checkpoints, or start the unfinished runs again from round 1"
         )
     start, ended = max(common), dict[int, Outcome]()
     for n, path in enumerate(paths):

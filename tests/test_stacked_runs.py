@@ -257,7 +257,7 @@ def test_a_group_without_a_common_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no round of which all runs .*: 2, 3; .*: none") as e:
         resumed(paths)
     assert "\n" not in str(e.value)
-    assert "restore their checkpoints, or start the unfinished runs anew" in str(e.value)
+    assert "restore their checkpoints, or start the unfinished runs again" in str(e.value)
 
 
 @end_to_end
