@@ -28,7 +28,7 @@ Form = tuple[Hashable, ...]
 
 
 def form_of(leaf: Any) -> Hashable:
-    """What an input has in common with the recorded one. TypeError if it is no tensor or value."""
+    """What an input has in common with the recorded one. TypeError for other types."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
     if leaf is None or isinstance(leaf, bool | int | float | str):

@@ -108,7 +108,7 @@ class Step:
     """One batch. x [B, C, H, W] normalised and augmented, y [B]; both on the training device.
 
     index [B] and variant [B], on the CPU: as in `BatchPlan`. It is step `number`, in epoch `epoch`,
-    of `plan`; None: of no plan.
+    of `plan`, if there is one.
     """
 
     x: Tensor

@@ -77,7 +77,7 @@ def variable_of(key: str) -> str:
 
 
 def check_names(node_config: NodeConfig) -> None:
-    """ValueError for a key of the node config that is none, as it is probably misspelt.
+    """ValueError for an unknown key of the node config, which is probably misspelt.
 
     PrivacyRefused for a key or variable that begins as a limit: ignoring it would lift the limit.
     """
@@ -167,7 +167,7 @@ def check_limits(config: RunConfig, node_config: NodeConfig) -> None:
             validate(config)
         except ValueError as error:
             raise PrivacyRefused(in_one_line(error)) from error
-        if not math.isfinite(multiplier_of(privacy)):  # a cost that is no number has no budget
+        if not math.isfinite(multiplier_of(privacy)):  # no budget covers an infinite cost
             raise PrivacyRefused(
                 f"privacy.clip-norm = {privacy.clip_norm:g}, privacy.delta = {privacy.delta:g}: "
                 "the noise is not a finite number: lower clip-norm, or raise delta"

@@ -340,7 +340,7 @@ def warm_device(gpu_share: float = 1.0) -> str:
 
     A missing device is no error yet: the client's node config may name another.
     gpu_share: of this GPU's memory that the process may take. One client trains at a time, so it is
-    also what each of this worker's clients may take, but for the weights that up to
+    also what each of this worker's clients may take, less the weights that up to
     `num_answering - 1` others have sent or are about to send.
     """
     if not 0 < gpu_share <= 1:

@@ -22,7 +22,7 @@ MAX_NUMBERS = 200_000_000
 
 
 class Parts:
-    """Each client's sorted indices, in two arrays: a million clients are no million objects."""
+    """Each client's sorted indices in two arrays, which also hold a million clients."""
 
     def __init__(self, indices: np.ndarray, owners: np.ndarray, num_clients: int) -> None:
         """owners [n]: the client that holds each of `indices` [n].

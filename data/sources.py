@@ -144,7 +144,7 @@ def _locate(
 ) -> tuple[Reader, Path, Key]:
     """The source's reader, the path that it takes, and the key of its cache entry.
 
-    only_noted: the key of no entry, instead of reading files whose content is not known.
+    only_noted: a key that no entry has, instead of reading files to learn their content.
     """
     known_as, path = parse_source(spec)
     reader = READERS[known_as]

@@ -228,13 +228,13 @@ def short_source(source: object) -> str:
 
 
 def uses(config: Mapping[str, Any], key: str) -> bool:
-    """Whether a run uses the key: it is no option of another method or server optimizer."""
+    """Whether a run uses the key: False for an option of another method or server optimizer."""
     table, dot, _ = key.partition(".")
     return not dot or table in (config.get("method"), config.get("server-optimizer"), "privacy")
 
 
 def differing_keys(configs: Sequence[Mapping[str, Any]], ignored: Set[str]) -> list[str]:
-    """The config keys, but for the ignored, whose values differ between runs that use them."""
+    """The config keys, except `ignored`, whose values differ between runs that use them."""
     keys = sorted({key for config in configs for key in config} - ignored)
     return [k for k in keys if len({str(c.get(k)) for c in configs if uses(c, k)}) > 1]
 

@@ -64,7 +64,7 @@ def _plain_cnn(
 ) -> Trunk:
     """Convolutions without padding, each pooled 2 x 2, then fully connected layers; ReLU each.
 
-    norm: after each convolution, but for the identity.
+    norm: after each convolution, unless it is the identity.
     """
     in_width, side, _ = input_shape
     stages = {}

@@ -33,8 +33,7 @@ class Residual(nn.Module):
 class MaxPool2x2(nn.Module):
     """The largest of each 2 x 2 pixels; of an odd side, the last row or column is left out.
 
-    Where nobody asks for a gradient no index is needed, and two maxima of slices give the same
-    sooner on a CPU.
+    Without gradients no index is needed, and two maxima of slices give the same faster on a CPU.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,7 +64,7 @@ class FirstHalf(nn.Module):
 def conv_norm(
     in_width: int, width: int, kernel: int, norm: Norm, stride: int = 1, groups: int = 1
 ) -> nn.Sequential:
-    """A convolution that keeps the image's size but for its stride, then its norm.
+    """A convolution that changes the image's size only by its stride, then its norm.
 
     No bias, as the norm has a shift.
     """

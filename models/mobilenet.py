@@ -9,8 +9,8 @@ from models.staged import Stage, Trunk
 def mobilenet_v2(input_shape: tuple[int, int, int], norm: Norm) -> Trunk:
     """Width 1, halving the image in three of the paper's five places: 32 pixels become 4.
 
-    As in the paper's Table 2 but for the strides. Bottlenecks end without an activation, so all the
-    stages but the last have an empty tail.
+    As in the paper's Table 2, except the strides. Bottlenecks end without an activation, so all
+    stages except the last have an empty tail.
     """
     channels, _, _ = input_shape
     first = nn.Sequential(

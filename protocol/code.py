@@ -21,8 +21,8 @@ def code_digest() -> str:
     """The first 16 hex digits of the SHA-256 of the sources that a client or a worker runs.
 
     The processes of a run have them from its app, the worker from its own machine, those of a
-    simulation from wherever their Python found them: nobody trains with code other than the
-    server's.
+    simulation from wherever their Python found them. Comparing it with the server's ensures that
+    all train with the same code.
     """
     return _digest_of(run_by_worker)
 

@@ -379,7 +379,7 @@ def simulated_content(
 ) -> RecordDict:
     """One message's content from those of several simulated clients, given by number.
 
-    They have the request, the arrays and `extra` in common, but for arrays called "own".
+    They have the request, the arrays and `extra` in common, except arrays called "own".
 
     shares: by record of a reply, "arrays" or "extra", each client's weight in the sum of their
     arrays, which the worker then sends instead of the arrays themselves. limits: as `ExactSum`.

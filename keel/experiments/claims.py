@@ -90,9 +90,9 @@ def judge_claims(recipe: Recipe, results: Results, options: Options) -> list[Jud
     - Not tested: without runs of both sides, or where `lacking` names a reason; if the runs end
       before the local steps from which the paper makes the claim.
     - Otherwise as `judge` says. The seed that chose a side's candidate is left out: it favours it.
-    - A pair is the worst there is for the claim if the side that it puts ahead diverged or failed;
-      if only the other did, the pair counts as no difference. It is no lead either where updates of
-      the other were left out for values that are not finite.
+    - A pair counts as the worst difference if the side that the claim puts ahead diverged or
+      failed. If only the other side did, it counts as 0; if updates of the other side were left out
+      for values that are not finite, it counts as at most 0.
     - A time that is never reached is longer than any other. Times of different machines are not
       compared.
     """

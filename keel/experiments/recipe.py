@@ -83,8 +83,8 @@ class Cell:
 
     read_at: each round before the last at which a cell of the recipe is read. All runs evaluate
     these rounds, so that cells can share runs.
-    is_timed: a cell of the recipe is read in seconds. only_last: no cell reads an earlier accuracy
-    than the last, and no curve is shown.
+    is_timed: a cell of the recipe is read in seconds. only_last: all cells read the last accuracy,
+    and no curve is shown.
     """
 
     row: Entry

@@ -84,7 +84,7 @@ class Section:
 
     @property
     def deviation(self) -> str:
-        """Whether the setting is the paper's; empty for a sweep that is of no paper."""
+        """Whether the setting is the paper's; empty for a sweep, which has no paper."""
         if not self.recipe.paper:
             return ""
         other = [f"{s.name} {s.ours} (paper: {s.paper})" for s in self.settings if s.paper]
@@ -113,7 +113,7 @@ class Section:
 
     @property
     def scale(self) -> str:
-        """The scale, which a sweep of no paper has none of, and how many keys were changed."""
+        """The scale (of a sweep, only if it is reduced), and how many keys were changed."""
         changed, scale = len(self.options.changes), self.options.scale
         words = [f"scale {scale}"] if self.recipe.paper or scale != "paper" else []
         words += [f"{num_of('key', changed)} changed"] if changed else []
@@ -307,7 +307,7 @@ def section_of(job: Path, output: Path) -> Section:
 def label_of(recipe: Recipe, options: Options) -> str:
     """Scale, changed keys, and which of the values under `tune` were tried.
 
-    "As in the recipe" where that is a sweep of no paper and nothing is changed.
+    "As in the recipe" for a sweep, which has no paper, if nothing is changed.
     """
 
     tuned = [cell for cell in recipe.cells if len(cell.candidates) > 1]

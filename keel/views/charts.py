@@ -190,7 +190,7 @@ def uid_of(name: str) -> str:
 
 
 def whole_ticks(heights: Sequence[float]) -> dict[str, Any]:
-    """Whole-number ticks, if the bars are low counts: there are no half clients. Else {}."""
+    """Whole-number ticks if the bars are low counts, as there are no half clients; else {}."""
     is_low_count = max(heights, default=0) <= 5 and all(float(h).is_integer() for h in heights)
     return {"dtick": 1} if is_low_count else {}
 

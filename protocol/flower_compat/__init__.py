@@ -274,7 +274,7 @@ def bound_reply_bytes(grid: object, max_bytes: int) -> None:
 def bound_reply(message: Message, max_bytes: int) -> None:
     """State how many bytes a reply to `message` may have; Keel's SuperLink refuses a larger one.
 
-    In the message's group id: its only field, but for the content, that a sender may choose.
+    In the message's group id: the only field, apart from the content, that a sender may choose.
     """
     message.metadata.group_id = f"{BOUND}{max_bytes}"
 
@@ -332,7 +332,7 @@ class LazyArray(Array):
 
     Flower reads them to send a message (`deflate`, `children`, `object_id`, protobuf) or to pickle
     it for Ray; each then has an `Array` with these bytes, because Flower writes the name of the
-    class down. A public subclass, but for the names of these methods.
+    class down. Public, except for the names of these methods.
     """
 
     def __init__(self, dtype: str, stype: str) -> None:

@@ -1,9 +1,9 @@
 """`install_from_fab` for which an app is installed only if it is whole.
 
-Replaces `install_from_fab` in the processes of ServerApps and ClientApps. Why: Flower takes an app
-whose directory exists for installed, so that one that a full disk or a kill has cut short, or that
-something has changed since, stays as it is. Public way: none. It protects from accidents, not from
-code of another run, which has the rights of the same user.
+Replaces `install_from_fab` in the processes of ServerApps and ClientApps. Why: Flower considers an
+app installed if its directory exists. One that is incomplete after a full disk or a kill, or that
+was changed since, would stay as it is. Public way: none. It protects from accidents, not from code
+of another run, which has the rights of the same user.
 
 These processes have imported a part of Keel before they have the app: `install_to_run` lets them
 import all of it again, from the app.
@@ -61,7 +61,7 @@ def install_to_run(fab: bytes, skip_prompt: bool = True) -> Path:
 
 
 def is_whole(path: Path, fab: bytes) -> bool:
-    """Whether the directory has the FAB's files and, but for Python's caches, no others."""
+    """Whether the directory has the FAB's files and no others, except Python's caches."""
     with zipfile.ZipFile(io.BytesIO(fab)) as archive:
         lines = archive.read(LIST).decode().split("\n")
     expected = {name: digest for name, digest, _ in (line.split(",") for line in lines if line)}

@@ -248,7 +248,7 @@ class ClusterBackend(RayBackend):
         """The reply of an idle worker, the node's own if it can be; of another one if it dies.
 
         Once two workers have died on a message for several clients, each of these is asked alone,
-        so that a client that kills its worker takes no other with it.
+        so that a client that kills its worker does not make others fail.
         """
         return self.reply_of_worker(message, context, MAX_ATTEMPTS)
 

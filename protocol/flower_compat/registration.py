@@ -80,7 +80,7 @@ def register_keys(
 
     address: of the SuperLink's HTTP API. public_keys: by client name, in OpenSSH's format. Keys
     that the SuperLink knows are left alone. A key that was unregistered, which no SuperLink accepts
-    again, is left out. ValueError for a key that is none, or that two names share.
+    again, is left out. ValueError for an invalid key, or one that two names share.
     """
     keys: dict[bytes, str] = {}
     for name, text in public_keys.items():

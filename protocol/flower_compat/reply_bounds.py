@@ -246,8 +246,9 @@ class BoundedReplies(SpokenErrors, SqlLinkState):
     ) -> bool:
         """As Flower's, while the reply that the object belongs to is within its bound.
 
-        FlowerError if the database cannot be written to, where Flower's only logs it. An object of
-        no session is refused: Flower looks for one that waits for it, maybe another node's.
+        FlowerError if the database cannot be written to, where Flower's only logs it. An object
+        without a session is refused: Flower would look for a session that waits for it, which may
+        be another node's.
         """
         if not session_id:
             log.warning("an object without a session was sent: refused")
