@@ -38,7 +38,7 @@ def form_of(leaf: Any) -> Hashable:
 
 @lru_cache(maxsize=8)
 def _place(device: torch.device) -> tuple[torch.cuda.Stream, Any, list[torch.cuda.CUDAGraph]]:
-    """Of this device: the stream and memory in which graphs are recorded, and the newest graph.
+    """The device's stream and memory in which graphs are recorded, and its newest graph.
 
     The memory stays while a graph lives, so the next one uses it again.
     """

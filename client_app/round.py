@@ -29,7 +29,7 @@ class Networks(Protocol):
         """The instance of network `name` in this slot ("local", "global", ...)."""
 
     def all(self) -> Iterable[StagedModel]:
-        """Those in use, in whatever slot."""
+        """The instances in use, of all slots."""
 
     def initial_weights(self, name: str) -> Arrays:
         """The weights that the run's seed gives the network `name`."""

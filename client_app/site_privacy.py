@@ -304,7 +304,7 @@ class Ledger:
         return b'"digest": "%b"' % self.newest.read_bytes() in content
 
     def content(self) -> bytes:
-        """Of the file; empty if there is none."""
+        """The file's content; empty if there is no file."""
         return self.path.read_bytes() if self.path.exists() else b""
 
     def unfinished_line(self) -> bytes:

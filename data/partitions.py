@@ -64,7 +64,7 @@ class Parts:
         return hashed.hexdigest()[:16]
 
     def of(self, labels: np.ndarray) -> "Parts":
-        """The same parts of `labels`, which the indices are places in."""
+        """The same parts of `labels`, into which the indices point."""
         moved = object.__new__(Parts)
         moved.indices, moved.ends = labels[self.indices], self.ends
         return moved

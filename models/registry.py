@@ -247,8 +247,8 @@ def _projection_heads(
 ) -> nn.ModuleDict:
     """FedIntR's q_k for this slice of the stages: [B, size of the stage's output] -> [B, width].
 
-    As in the authors' code, the hidden layer is as wide, but at the last stage, if that is fully
-    connected, as wide as the stage's own output.
+    As in the authors' code, the hidden layer has `width` units, except at the last stage, if that
+    is fully connected: there it is as wide as the stage's output.
     """
     own = model.regularised_stages
     names = own[slice(*head_stages)]

@@ -28,7 +28,7 @@ class Concatenated(Residual):
     """The channels of the shortcut, then those of the body, instead of their sum."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The two agree in all but the channels."""
+        """[B, C1, H, W] and [B, C2, H, W] -> [B, C1 + C2, H, W]."""
         return torch.cat([self.shortcut(x), self.body(x)], dim=1)
 
 

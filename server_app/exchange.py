@@ -290,7 +290,7 @@ class Exchange:
                 log.warning("a reply could not be read: %s", text)
 
     def pull_groups(self, number: int, groups: list[list[str]]) -> None:
-        """In a thread: pull the replies to each group of messages, whatever those before hold."""
+        """In a thread: pull the replies to each group of messages, also after one that fails."""
         replies: list[Message] = []
         errors: list[Exception] = []
         for message_ids in groups:
@@ -363,7 +363,7 @@ def watch(stops: weakref.ref[Stops]) -> None:
 
 
 def is_undelivered(reply: Message) -> bool:
-    """Whether the SuperLink says that it has no such message or reply, maybe no longer."""
+    """Whether the SuperLink says that it does not have, or no longer has, a message or reply."""
     return reply.has_error() and reply.error.code in UNDELIVERED
 
 

@@ -134,7 +134,7 @@ def check_rounds(path: Path) -> None:
 
 
 def read_model(path: Path, client: str = "") -> TrainedModel:
-    """As `load_model`, of whatever round. ValueError if the run has no such model."""
+    """As `load_model`, whichever round the model is of. ValueError if the run has no such model."""
     if not (path / "model.safetensors").is_file():
         raise ValueError(f"{path} has no model.safetensors: it is not a run that has ended")
     check_is_as_written(path)

@@ -129,7 +129,7 @@ def keel(
 
 
 class WhileRead:
-    """A stream that discards what is written once nobody reads it (`keel run | head`).
+    """A stream whose output is discarded once nobody reads it (`keel run | head`).
 
     What its encoding lacks, as ASCII does the bars of `keel watch`, becomes a question mark.
     """

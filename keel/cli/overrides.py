@@ -97,7 +97,7 @@ def checked_config(overrides: Mapping[str, OptionValue]) -> RunConfig:
 
 
 def check_simulated(config: RunConfig, num_clients: int) -> None:
-    """ValueError, one line, for what clients that share the run's data would refuse after torch."""
+    """ValueError, one line, for what simulated clients would refuse later, with torch imported."""
     rounds, data = config.rounds, config.data
     if config.evaluated_clients != "none" and not data.local_test_fraction:
         raise config.no_test_part("client-0000")

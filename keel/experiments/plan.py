@@ -54,7 +54,7 @@ def candidates_of(cell: Cell, options: Options) -> Sequence[Keys]:
 
 
 def last_round_read(cell: Cell, run: Run) -> int:
-    """The last round that counts for the cell's number: its last at most."""
+    """The last round that counts for the cell's number, at most the run's last."""
     if cell.at and run.is_scaled:
         return scaled_round(cell.at, run.paper_rounds, run.rounds)
     return min(cell.at or run.rounds, run.rounds)
@@ -95,9 +95,9 @@ def keys_not_read(cell: Cell) -> set[str]:
 
 
 def with_own_lengths(flat: Keys) -> dict[str, OptionValue]:
-    """A flat config with what a 0 stands for.
+    """A flat config in which a 0 is replaced by what it means.
 
-    That is the model's own width, and for FedProc's schedule all rounds.
+    That is the model's own width, and for FedProc's schedule the number of rounds.
     """
     own = {"width": MODELS[str(flat["model"])].width, "fedproc.schedule-rounds": flat["num-rounds"]}
     return {key: value or own.get(key, value) for key, value in flat.items()}

@@ -85,7 +85,7 @@ class Evidence:
         return ["--scale", self.options.scale] if self.options.scale != "paper" else []
 
     def change_words(self, without: str = "") -> list[str]:
-        """The changes on the command line, but that of the key `without`."""
+        """The changes on the command line, except that of the key `without`."""
         changes = sorted(self.options.changes.items())
         return [w for key, value in changes if key != without for w in ("--set", f"{key}={value}")]
 

@@ -182,7 +182,7 @@ def stacked(
 
 
 def uid_of(name: str) -> str:
-    """A trace's uid: by it, Plotly knows a trace again that a viewer has hidden.
+    """A trace's uid, by which Plotly recognises a trace that a viewer has hidden.
 
     It is part of a CSS selector by which Plotly removes traces: other characters make it fail.
     """

@@ -76,7 +76,7 @@ class Entry:
 
     @cached_property
     def setting(self) -> str:
-        """A digest of what the run uses but the seed and paths: equal for runs that only repeat."""
+        """A digest of what the run uses, except seed and paths: equal for runs that only repeat."""
         keys = [k for k in sorted(self.config) if k not in NOT_A_SETTING and uses(self.config, k)]
         text = repr([(key, self.config[key]) for key in keys])
         return digest(text.encode(errors="replace"))

@@ -310,7 +310,7 @@ class BoundedReplies(SpokenErrors, SqlLinkState):
         return stored
 
     def delete_messages(self, message_ins_ids: set[str]) -> None:
-        """As Flower's, and what has arrived of replies to them that are incomplete."""
+        """As Flower's; also deletes incomplete replies to these messages."""
         if message_ins_ids:
             with self.session() as session:
                 is_reply = MessageRes.reply_to_message_id.in_(message_ins_ids)
@@ -321,13 +321,13 @@ class BoundedReplies(SpokenErrors, SqlLinkState):
         super().delete_messages(message_ins_ids)
 
     def bound_of(self, message_id: str) -> int | None:
-        """The largest size of a reply to this message; None: unknown, or the message is."""
+        """The largest size of a reply to this message; None if it, or the message, is unknown."""
         with self.session() as session:
             is_this = MessageIns.message_id == message_id
             return reply_bound(session.scalar(select(MessageIns.group_id).where(is_this)) or "")
 
     def num_replies(self, node: int, run: int) -> int:
-        """Of this node to this run, in the store; those to runs that have ended are deleted."""
+        """The node's stored replies to this run; deletes those to runs that have ended."""
         with self.session() as session:
             is_its = MessageRes.src_node_id == uint64_to_int64(node)
             count = func.count(MessageRes.message_id)
@@ -410,7 +410,7 @@ class BoundedReplies(SpokenErrors, SqlLinkState):
 
 
 def accept_reply(request: PushMessagesRequest, state: LinkState) -> PushMessagesResponse:
-    """As Flower's, of what is a reply of the node that sends it. ValueError otherwise."""
+    """As Flower's, for a reply of the node that sends it. ValueError for any other message."""
     node, found = request.node.node_id, request.messages_list
     about = found[0].metadata if len(found) == 1 else None
     if about is None or about.src_node_id != node or not about.reply_to_message_id:

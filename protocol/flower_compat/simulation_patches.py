@@ -3,7 +3,7 @@
 That process loads the ClientApp before it creates its backend, and `client_app.app` calls
 `replace_backend` there. It puts `ray_backend.ClusterBackend` in the place of Flower's `RayBackend`,
 and threads without a limit in the place of its `ThreadPoolExecutor()`: that one has
-min(32, cores + 4), each waits for one worker, and the workers beyond never get a message. The
+min(32, cores + 4), each waits for one worker, and further workers never get a message. The
 backend learns how many nodes the simulation has, and when the run is over. Flower looks for
 messages to the workers every 0.1 s; `deliver_messages`, in the place of its function, does so more
 often. No public API for any.
@@ -28,7 +28,7 @@ MIN_LOOK_S, MAX_LOOK_S, LOOK_SHARE = 0.01, 0.1, 0.01
 
 
 def replace_backend() -> None:
-    """Do so, once, in a process that runs Flower's simulation; nothing in any other."""
+    """Replace it once in a process that runs Flower's simulation; do nothing in any other."""
     module = sys.modules.get(vce_api_name)
     if module is None or is_replaced():
         return
