@@ -18,6 +18,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -247,7 +248,7 @@ def condensed(text: bytes) -> Line:
     """
     try:
         short, num = cut_short(text)
-        line = parsed_line(short, load_with_shared_keys)
+        line = parsed_line(short, partial(load_long_json, cache_strings="keys"))
     except DAMAGE:
         line = parsed_line(text)
         num = len(line.get("participants", ()))
@@ -281,18 +282,16 @@ def cut_short(text: bytes) -> tuple[bytes, int]:
 
 
 def load_long_json(text: bytes, cache_strings: Literal["keys", "none"] = "none") -> Any:
-    """As `json.loads`, several times as fast where there are thousands of names and numbers."""
+    """As `json.loads`, several times as fast where there are thousands of names and numbers.
+
+    cache_strings="keys": objects of several calls have the same keys in memory.
+    """
     from pydantic_core import from_json
 
     try:
         return from_json(text, cache_strings=cache_strings)
     except ValueError:  # it is stricter with surrogates and depth
         return json.loads(text)
-
-
-def load_with_shared_keys(text: bytes) -> Any:
-    """As `json.loads`; objects of several calls have the same keys in memory."""
-    return load_long_json(text, "keys")
 
 
 def append_history(path: Path, line: Mapping[str, Any]) -> None:
