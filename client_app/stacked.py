@@ -450,7 +450,7 @@ def batched(inputs: Sequence[Any], key: str) -> tuple[list[Tensor], Callable[[li
         if not isinstance(values[0], Tensor) and any(value != values[0] for value in values):
             raise ValueError(
                 f"{key}: begin_round, or a phase's inputs, returns values that differ between "
-                f"clients and are no tensors: return tensors, or set {key} to 1"
+                f"clients and are not tensors: return tensors, or set {key} to 1"
             )
 
     def rebuilt(tensors: list[Tensor]) -> Any:

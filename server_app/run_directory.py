@@ -348,8 +348,8 @@ def open_run_directory(
     directory = full_path(directory)
     if not RUN_NAME.fullmatch(directory.name):
         raise ValueError(
-            f"{directory}: expected a name of letters, digits, '.', '_' and '-', the first no '.': "
-            "rename the directory"
+            f"{directory}: expected a name of letters, digits, '.', '_' and '-' that does not "
+            "begin with '.': rename the directory"
         )
     saved, saved_overrides = read_config_file(directory)
     changed = sorted(overrides.keys() - {"resume", "num-rounds"})

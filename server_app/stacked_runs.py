@@ -202,7 +202,7 @@ def run_stacked(
     """
     paths = [Path(str(run["resume"])) for run in runs if "resume" in run]
     if paths and len(paths) < len(runs):
-        raise ValueError("stacked-runs: some runs of the group have a `resume` and others have not")
+        raise ValueError("stacked-runs: some runs of the group have the key resume, others do not")
     if paths:
         configs = [read_run_config(path) for path in paths]
         about = [read_manifest(path).get("stacked", {}) for path in paths]
