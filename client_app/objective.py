@@ -256,9 +256,10 @@ def loss_terms(
             if not isinstance(term, Tensor) or term.dim():
                 is_tensor = isinstance(term, Tensor)
                 found = f"shape {list(term.shape)}" if is_tensor else type(term).__name__
+                hint = "; for no penalty, batch.logits.new_zeros(())" if term is None else ""
                 raise TypeError(
                     f"{place_of(getattr(objective, name))} returned {found}: expected a scalar "
-                    "Tensor" + ("; for no penalty, batch.logits.new_zeros(())" * (term is None))
+                    f"Tensor{hint}"
                 )
         return terms | server_optimizer_terms(ctx, model)
 

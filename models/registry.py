@@ -152,7 +152,8 @@ def _trunk_of(name: str, input_shape: tuple[int, int, int], *options: object) ->
                 version, out = x._version, part(x)
                 if not isinstance(out, torch.Tensor):  # such as the tuple of nn.LSTM
                     raise TypeError(f"{place} returned {type(out).__name__}: expected a Tensor")
-                overwriting += [place] * (x._version != version)
+                if x._version != version:
+                    overwriting.append(place)
                 x = out
     except Exception as error:
         raise ValueError(

@@ -451,8 +451,9 @@ class RunConfig:
             why = f"{self.rounds.method} has personal models, which are evaluated on it"
         remedy = "set local-test-fraction, such as local-test-fraction=0.2"
         if self.data.local_test_fraction:
-            is_dirichlet = self.data.partition == "dirichlet"  # others ignore min-samples
-            more = "raise min-samples or alpha, or " * is_dirichlet + "lower the number of clients"
+            more = "lower the number of clients"
+            if self.data.partition == "dirichlet":  # others ignore min-samples
+                more = f"raise min-samples or alpha, or {more}"
             remedy = "it has one sample of each of its classes: "
             remedy += "add samples" if has_own_data else more
         if has_own_data:

@@ -159,7 +159,7 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
         if own is None:
             why = f"there is no personal model of it under {path / 'clients'}"
             others = sorted(p.name for p in (path / "clients").glob("*") if p.name != client)
-            why += f", which has state of {shortened(others)}" * bool(others)
+            why += f", which has state of {shortened(others)}" if others else ""
             if state:
                 why = (
                     f"its client state has the groups {', '.join(map(repr, state))}: a personal "

@@ -131,8 +131,8 @@ def check_share(data: DataConfig, num_train: int, num_classes: int, num_clients:
     each = {"dirichlet": data.min_samples, "shards": data.shards_per_client}.get(data.partition, 1)
     if each * num_clients > max_left:
         key = {"dirichlet": "min-samples", "shards": "shards-per-client"}.get(data.partition)
+        with_key = f" with {key} = {each}" if key else ""
         raise ValueError(
             f"data-fraction = {data.data_fraction:g} leaves at most {max_left:,} training images, "
-            f"and {num_clients} clients{f' with {key} = {each}' * bool(key)} need "
-            f"{each * num_clients:,}: raise data-fraction"
+            f"and {num_clients} clients{with_key} need {each * num_clients:,}: raise data-fraction"
         )

@@ -193,7 +193,8 @@ def check_runtime(
 ) -> Iterator[Finding]:
     """Everything where the code of a `server` or a `client` runs; data and worker if given."""
     yield from check_versions(code)
-    yield from check_disks(*[(runs_directory(), "set output-dir")] * (machine == "server"))
+    others = [(runs_directory(), "set output-dir")] if machine == "server" else []
+    yield from check_disks(*others)
     if machine == "client":
         yield from check_device(device)
         if source:

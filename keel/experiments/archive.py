@@ -248,8 +248,8 @@ def lines(history: Sequence[Line]) -> Iterator[dict[str, Any]]:
         small: dict[str, Any] = {"round": line["round"], "losses": {}}
         for key in ("left_out", "evaluation_left_out"):
             if key == "left_out" or line.get(key):
-                found = ("not finite" * is_divergence(reason) for reason in line[key].values())
-                reasons = sorted(found, reverse=True)  # a reader may see only the first
+                reasons = ["not finite" if is_divergence(r) else "" for r in line[key].values()]
+                reasons.sort(reverse=True)  # a reader may see only the first
                 small[key] = dict(zip(map(str, range(len(reasons))), reasons, strict=True))
         small |= {key: round(line[key], 4) for key in CLOCKS if key in line}
         small["seconds"] = {"all": round(sum(line["seconds"].values()), 4)}

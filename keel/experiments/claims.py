@@ -175,7 +175,8 @@ def _judged(
             is_time = sides[0].cell.take.is_time  # the paper's are of other machines
             if interval and paper_effect is not None and not (claim.margin or elsewhere or is_time):
                 is_outside = not interval[0] <= paper_effect <= interval[1]
-                remarks += [f"the paper's {paper_effect:+.2f} is outside the interval"] * is_outside
+                if is_outside:
+                    remarks.append(f"the paper's {paper_effect:+.2f} is outside the interval")
     return JudgedClaim(
         paper=f"{recipe.paper} {recipe.item}".strip(),
         recipe=recipe.name,
@@ -251,7 +252,7 @@ def read_differently(sides: Sequence[Result]) -> Iterator[str]:
     """
     reads = [
         side.cell.take.of("accuracy").removesuffix(", in %")
-        + f" at round {side.cell.at}" * bool(side.cell.at)
+        + (f" at round {side.cell.at}" if side.cell.at else "")
         for side in sides
     ]
     if reads[0] != reads[1]:

@@ -274,9 +274,11 @@ class Result:
         words = []
         for what, counts in lost.items():
             number, rounds = (sum(each) for each in zip(*counts, strict=True)) if counts else (0, 0)
-            in_rounds = num_of("round", rounds)
-            why = f", in {in_rounds} for values not finite or too large" if rounds else ""
-            words += [f"{what} left out: {number}{why}"] * bool(number)
+            why = ""
+            if rounds:
+                why = f", in {num_of('round', rounds)} for values not finite or too large"
+            if number:
+                words.append(f"{what} left out: {number}{why}")
         return "; ".join(words)
 
     @property

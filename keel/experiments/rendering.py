@@ -377,8 +377,10 @@ def records(section: Section) -> Iterator[dict[str, object]]:
     """A flat record for each cell of the table."""
     for (row, column), result in section.results.items():
         failures = Counter(result.failures.values())
-        remarks = [absence(result)] * (result.mean is None) + [*missing(result)]
-        remarks += [f"table has {section.mixes}"] * bool(section.mixes)
+        remarks = [absence(result)] if result.mean is None else []
+        remarks += missing(result)
+        if section.mixes:
+            remarks.append(f"table has {section.mixes}")
         yield {
             **{"row": row, "column": column, "paper": result.cell.paper, "mean": result.mean},
             **{"sd": result.deviation, "difference": result.difference},

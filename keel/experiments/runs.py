@@ -318,7 +318,8 @@ def code_of(directory: Path) -> tuple[str, ...]:
 def precision_of(directory: Path) -> list[str]:
     """The run's precision; where it was "auto", what that was, if this is recorded."""
     value = config_in(directory).get("precision", "fp32")
-    return list(read_manifest(directory).get("precision", [value] * (value != "auto")))
+    recorded = read_manifest(directory).get("precision", [] if value == "auto" else [value])
+    return list(recorded)
 
 
 def data_of(directory: Path) -> str:

@@ -29,6 +29,7 @@ from keel.experiments.runs import Options, history_in
 from keel.experiments.settings import code_sentences, ended_in, machine_sentences, package_sentences
 from protocol.config import resolve_config
 from protocol.files import write_atomically
+from protocol.text import num_of
 
 BEGIN = "<!-- made by `keel experiments summary`; a test compares it -->"
 END = "<!-- end of the results -->"
@@ -220,8 +221,8 @@ def in_full(claim: Claim, recipe: Recipe) -> str:
     words = ("slower than", "faster than") if cell.take.is_time else ("above", "below")
     word = words[not claim.is_above]
     if claim.margin:
-        unit = "s" if cell.take.is_time else "point" + "s" * (claim.margin != 1)
-        word = f"within {claim.margin:g} {unit} of"
+        margin = f"{claim.margin:g} s" if cell.take.is_time else num_of("point", claim.margin)
+        word = f"within {margin} of"
     compared = f"{claim.left} {word} {claim.right}"
     if sides[0][0] == claim.place:
         return f"{claim.place}: {compared} on {data}"
