@@ -187,8 +187,13 @@ def prepare(
             else {entry.client: entry.model for entry in roster.values()}
         )
         monitor = Monitor(
-            *(config, method, source, placed(model, device), initial_weights),
-            *(architectures, is_simulated),
+            config,
+            method,
+            source,
+            placed(model, device),
+            initial_weights,
+            architectures=architectures,
+            is_simulated=is_simulated,
         )
 
     parent = resumed.path.parent if resumed else runs_directory(config)
@@ -248,8 +253,15 @@ def prepare(
     is_auto = is_simulated and config.train.precision == "auto"
     precisions = [each.report.precision for each in workers] or [resolved("auto", model, device)]
     begin_manifest(
-        *(directory.path, config, len(roster), is_simulated, split),
-        *(data_of_run, workers, about, precisions if is_auto else ()),
+        directory.path,
+        config,
+        num_clients=len(roster),
+        is_simulated=is_simulated,
+        split=split,
+        data=data_of_run,
+        workers=workers,
+        stacked=about,
+        precisions=precisions if is_auto else (),
         trains=start.round < config.rounds.num_rounds,
     )
     noted = read_manifest(directory.path).get("rounds", {})

@@ -182,8 +182,13 @@ def train_round(
     is_measured = run.monitor is not None and run.monitor.is_due(server_round)
     strategy.keeps_updates = is_measured
     request = TrainRequest(
-        *(config, run.data, server_round, checkpoint_rounds, scores_in_replies, run_dir),
-        run.directory.id,
+        config,
+        run.data,
+        server_round,
+        checkpoint_rounds,
+        evaluate=scores_in_replies,
+        run_dir=run_dir,
+        run_id=run.directory.id,
     )
     messages = list(
         strategy.configure_train(server_round, arrays, request_record(request), run.grid)

@@ -547,7 +547,12 @@ class Average(Strategy):
         unchecked = {c: n for c, n in declared.items() if self.partition_sizes.get(c) != n}
         self.outliers = count_outliers(unchecked, self.config.rounds.max_weight_share)
         expected = ExpectedReply(
-            *(server_round, arrays, extra, declared, self.limits, self.outliers),
+            server_round,
+            arrays,
+            extra,
+            num_examples=declared,
+            limits=self.limits,
+            outliers=self.outliers,
             sent=self.sent or self.current,
         )
         return Validation(self.addressed, expected, self.config.rounds, self, self.norm_reference)

@@ -291,10 +291,14 @@ def prepared(
     if options.engine is Engine.flower and not ray:  # the processes would use it, unchecked
         ray, ray_key = os.environ.get("RAY_ADDRESS", ""), "RAY_ADDRESS"
     job = engines.Job(
-        *(overrides, num_clients, resumed.directory if resumed else None),
-        1 if options.cpus_per_client is None else options.cpus_per_client,
-        options.gpus_per_client,
-        *(options.federation, options.root_certificates, ray),
+        overrides,
+        num_clients,
+        directory=resumed.directory if resumed else None,
+        cpus_per_client=1 if options.cpus_per_client is None else options.cpus_per_client,
+        gpus_per_client=options.gpus_per_client,
+        federation=options.federation,
+        root_certificates=options.root_certificates,
+        ray=ray,
         nodes=cluster_nodes(ray, ray_key) if ray else (),
         is_on_cpu=config.train.device == "cpu",
     )

@@ -116,7 +116,8 @@ def main_charts(reader: HistoryReader) -> dict[str, Figure]:
                 "to clients, evaluation": [megabytes(x, "evaluation_bytes_down") for x in lines],
                 "from clients, evaluation": [megabytes(x, "evaluation_bytes_up") for x in lines],
             },
-            *("round", "MB"),
+            "round",
+            "MB",
         ),
         "seconds": stacked(
             rounds,
@@ -124,7 +125,8 @@ def main_charts(reader: HistoryReader) -> dict[str, Figure]:
                 phase: [number(line["seconds"].get(phase)) or 0 for line in lines]
                 for phase in dict.fromkeys(name for line in lines for name in line["seconds"])
             },
-            *("round", "seconds"),
+            "round",
+            "seconds",
         ),
     }
     return {name: figure for name, figure in figures.items() if figure["data"]}
@@ -152,7 +154,8 @@ def trouble(lines: Sequence[Line]) -> Figure:
             "away or in backoff": [line["num_backed_off"] for line in lines],
             "not evaluated": [line["num_evaluation_left_out"] for line in lines],
         },
-        *("round", "clients"),
+        "round",
+        "clients",
     )
 
 
@@ -200,7 +203,11 @@ def client_charts(reader: HistoryReader) -> dict[str, Figure]:
                 [None if (v := found.get(client)) is None else 100 * v for _, found in by_round]
                 for client in worst
             ],
-            *(rounds, worst, "round", what, "accuracy (%)"),
+            rounds,
+            worst,
+            "round",
+            what,
+            "accuracy (%)",
         )
         figures[f"clients-{key}"]["layout"]["height"] = max(MIN_HEIGHT, 140 + 16 * len(worst))
         deciles = [sorted(found.values()) for _, found in by_round]
