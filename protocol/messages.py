@@ -212,9 +212,9 @@ def find_record(content: RecordDict, name: str, kind: type[Record]) -> Record | 
 
 
 def get_record(content: RecordDict, name: str, kind: type[Record]) -> Record:
-    """`find_record`; KeyError if there is none."""
+    """`find_record`; ValueError if there is none."""
     if (found := find_record(content, name, kind)) is None:
-        raise KeyError(name)
+        raise ValueError(f"the message has no record {name!r}")
     return found
 
 
@@ -261,9 +261,29 @@ def read_request(message: Message, kind: type[Request]) -> Request:
 
 @lru_cache(maxsize=4)  # the same in every message of a run
 def dataset_spec_from_json(text: str) -> DatasetSpec:
-    """What `request_record` made of the run's data."""
-    shape, *others = (tuple(json.loads(text)[f.name]) for f in fields(DatasetSpec))
-    return DatasetSpec(shape, *others)
+    """What `request_record` made of the run's data; ValueError if its values are odd."""
+    try:
+        sent = json.loads(text)
+        spec = DatasetSpec(*(tuple(sent[field.name]) for field in fields(DatasetSpec)))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        reason = in_one_line(f"{type(error).__name__}: {error}", 80)
+        raise ValueError(f"the message's data is unreadable: {reason}") from error
+    shape = list(spec.image_shape)
+    scales = [value for value in (*spec.mean, *spec.std) if type(value) in (int, float)]
+    is_shape = has_type(list[int], shape) and len(shape) == 3 and 0 not in shape
+    if not (
+        is_shape
+        and len(spec.mean) == len(spec.std) == shape[0]
+        and len(scales) == 2 * shape[0]
+        and all(map(math.isfinite, scales))
+        and all(value > 0 for value in spec.std)
+        and all(isinstance(name, str) for name in spec.class_names)
+    ):
+        raise ValueError(
+            f"the message's data = {in_one_line(text, 200)}: expected an image shape of three "
+            "counts, names of classes, and for each channel a mean and a std above 0"
+        )
+    return spec
 
 
 def message_content(
@@ -276,7 +296,11 @@ def message_content(
 
 def last_accepted_round_of(message: Message) -> int:
     """The last round of this client whose update was aggregated; 0: none."""
-    return int(get_record(message.content, "client", ConfigRecord)["counted-round"])  # type: ignore[arg-type]
+    found: Any = get_record(message.content, "client", ConfigRecord).get("counted-round")
+    if not has_type(int, found):
+        shown = in_one_line(repr(found), 80)
+        raise ValueError(f"the message's counted-round = {shown}: expected {EXPECTED[int]}")
+    return int(found)
 
 
 def names_of(names: Iterable[str]) -> dict[str, str]:

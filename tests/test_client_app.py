@@ -49,7 +49,15 @@ from client_app.setup import build_network, client_indices, open_source, pixels_
 from client_app.state import StateFolder, StateMemory, max_rounds_ahead, memories
 from protocol.config import config_from_json
 from protocol.flower_compat import GPU_LOST
-from protocol.messages import RESET_NEEDED, TrainRequest, read_reply, read_roster
+from protocol.messages import (
+    RESET_NEEDED,
+    TrainRequest,
+    array_record,
+    message_content,
+    read_reply,
+    read_roster,
+    request_record,
+)
 from server_app.history import append_history, truncate_history
 from server_app.inline import run_inline
 from strategies import strategy_for
@@ -556,6 +564,48 @@ def test_a_message_that_is_not_keels_is_answered_with_an_error(kind, tmp_path):
     said = "a message without the record 'round': not sent by Keel's ServerApp"
     named = "client client-0000: " if kind == "query" else ""  # the server knows its name later
     assert reason == named + said
+
+
+@pytest.mark.parametrize(
+    ("record", "key", "value", "said"),
+    [
+        ("client", "counted-round", [1, 2], "counted-round = [1, 2]: expected a whole number"),
+        ("client", "counted-round", 1.5, "counted-round = 1.5: expected a whole number"),
+        ("client", "counted-round", -1, "counted-round = -1: expected a whole number"),
+        ("client", None, None, "the message has no record 'client'"),
+        ("arrays", None, None, "the message has no record 'arrays'"),
+        ("data", "mean", [0.1, 0.2, 0.3], "for each channel a mean and a std above 0"),
+        ("data", "std", [], "for each channel a mean and a std above 0"),
+        ("data", "std", [0.0], "for each channel a mean and a std above 0"),
+        ("data", "std", ["x"], "for each channel a mean and a std above 0"),
+        ("data", "mean", [math.nan], "for each channel a mean and a std above 0"),
+        ("data", "mean", None, "the message's data is unreadable: TypeError"),
+        ("data", "image_shape", [], "expected an image shape of three counts"),
+        ("data", "image_shape", [1, -28, 28], "expected an image shape of three counts"),
+        ("data", "class_names", [1, 2, 3], "names of classes"),
+        ("round", "data", "[" * 100_000, "the message's data is unreadable: RecursionError"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_odd_values_of_a_server_are_an_error_of_one_line_in_the_log_too(
+    kind, record, key, value, said, tmp_path, caplog
+):
+    """A mean of another length than the channels' was broadcast, or ended in a traceback."""
+    config = make_config()
+    client = Client(config, tmp_path)
+    request = dict(request_record(TrainRequest(config, client.facts, 1, [0], False, str(tmp_path))))
+    content = message_content(
+        ConfigRecord(request), array_record(initial(config)), array_record({}), 0
+    )
+    if record == "data":
+        facts_sent = json.loads(request["data"]) | {key: value}
+        content["round"]["data"] = json.dumps(facts_sent)
+    elif key is None:
+        del content[record]
+    else:
+        content[record][key] = value
+    assert said in error_of(client.send(content, kind))
+    assert all(logged.exc_info is None for logged in caplog.records)
 
 
 def test_a_client_without_a_name_says_how_to_give_it_one(tmp_path):
