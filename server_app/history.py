@@ -16,7 +16,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -71,6 +71,7 @@ CURVES = (
 def read_history(path: Path) -> list[Line]:
     """The complete lines of a history under current names; `path`: the file or its run directory.
 
+    Without each client's accuracies: of many clients and rounds they do not fit in memory.
     A last line without its newline (a round being written) is ignored; without a file: [].
     ValueError naming the file and the line if a line is damaged.
     """
@@ -83,24 +84,29 @@ def read_history(path: Path) -> list[Line]:
 def whole_lines(path: Path) -> tuple[list[Line], list[str]]:
     """(lines, faults): as `read_history`, with a sentence for each damaged line."""
     faults: list[str] = []
-    return list(each_line(path, faults)), faults
+    return [without_accuracies(line) for line in each_line(path, faults)], faults
 
 
 def each_line(path: Path, faults: list[str]) -> Iterator[Line]:
-    """The lines of `whole_lines`, one at a time; adds a sentence to `faults` for each damaged."""
+    """The lines of a history, one at a time and with each client's accuracies.
+
+    Adds a sentence to `faults` for each damaged one.
+    """
     path = path / HISTORY_FILE if path.is_dir() else path
     if not path.exists():
         return
     if not path.is_file():  # a pipe would be waited for
         faults.append(f"{path} is damaged: it is not a plain file")
         return
-    yield from lines_in(path.read_bytes(), faults, f"{path}, ")
+    with path.open("rb") as file:
+        yield from lines_in(file, faults, f"{path}, ")
 
 
-def lines_in(content: bytes, faults: list[str], place: str = "") -> Iterator[Line]:
-    """As `each_line`, of a file's content. place: begins each sentence."""
-    complete, _, _ = content.rpartition(b"\n")
-    for number, text in enumerate(complete.split(b"\n") if complete else [], start=1):
+def lines_in(file: Iterable[bytes], faults: list[str], place: str = "") -> Iterator[Line]:
+    """As `each_line`, of an open file. place: begins each sentence."""
+    for number, text in enumerate(file, start=1):
+        if not text.endswith(b"\n"):  # being written
+            return
         try:
             line = parsed_line(text)
         except DAMAGE as error:
@@ -347,12 +353,16 @@ def finite_or_null(value: Any) -> Any:
 
 def without_clients(line: Mapping[str, Any]) -> Line:
     """A line without the fields that grow with the number of clients."""
+    return {k: v for k, v in without_accuracies(line).items() if k != "participants"}
+
+
+def without_accuracies(line: Mapping[str, Any]) -> Line:
+    """A line without each client's accuracies."""
     return {
         key: {n: v for n, v in value.items() if n != "clients"}
         if key in PER_CLIENT and isinstance(value, dict)
         else value
         for key, value in line.items()
-        if key != "participants"
     }
 
 

@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from server_app.history import (
     HistoryReader,
     append_history,
     condensed,
+    each_line,
     load_long_json,
     read_history,
     truncate_history,
@@ -112,7 +114,7 @@ def test_a_line_of_another_form_is_refused_and_a_resume_drops_it(tmp_path, line,
 def test_truncation_drops_the_rounds_after_the_last_and_renames_the_others(old_run):
     path = old_run / "history.jsonl"
     truncate_history(path, 1)
-    [line] = read_history(path)
+    [line] = each_line(path, [])
     assert json.loads(path.read_text()) == line
     assert "rejected" in line
 
@@ -142,6 +144,22 @@ def test_truncation_gives_whole_lines_one_at_a_time_and_returns_them_without_cli
     assert truncate_history(path, 2, seen.append) == [without_clients(line) for line in whole[:2]]
     assert seen == whole[:2]
     assert "participants" not in without_clients(whole[0])
+
+
+@pytest.mark.parametrize("read", [read_history, whole_lines])
+def test_a_history_is_read_without_holding_each_clients_accuracies(read, tmp_path):
+    """With a million clients those of a hundred rounds would take 20 GB."""
+    path = tmp_path / "history.jsonl"
+    names = [f"client-{k:04d}" for k in range(2000)]
+    for number in range(1, 31):
+        append_history(path, client_line(number, names) | {"participants": names[:10]})
+    tracemalloc.start()
+    try:
+        read(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < path.stat().st_size
 
 
 def test_a_line_without_clients_does_not_grow_with_their_number():

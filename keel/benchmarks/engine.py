@@ -21,7 +21,7 @@ from keel.benchmarks.report import BenchOptions, Keys, Row, random_source, workl
 from keel.deployment.simulation import MARK, marked_processes, simulation_superlink
 from keel.deployment.superlink import app_directory, run_config
 from protocol.config import app_folder
-from server_app.history import Line, read_history
+from server_app.history import Line, each_line, read_history
 from server_app.inline import run_inline
 from server_app.manifest import NUM_NOTED_ROUNDS
 from server_app.observers import RunObserver
@@ -311,7 +311,7 @@ def history_of(keys: Keys, num_clients: int, *observers: RunObserver) -> list[Li
     """The history of a run of the inline engine in a temporary directory."""
     with tempfile.TemporaryDirectory(prefix="keel-bench-") as folder:
         path = run_inline({**keys, "output-dir": folder}, num_clients, observers=observers)
-        return read_history(path)
+        return list(each_line(path, []))
 
 
 def untrained_keys(method: str, model: str, num_clients: int, home: Path) -> Keys:

@@ -317,8 +317,8 @@ def fault_in(archive: zipfile.ZipFile, name: str) -> str:
 def fault_of_history(archive: zipfile.ZipFile, run: Path) -> str:
     """What is wrong with the history of a run in a zip; "" for nothing. Raises one of DAMAGE."""
     faults: list[str] = []
-    lines = lines_in(archive.read(f"{run}/{HISTORY_FILE}"), faults)
-    rounds = [line["round"] for line in lines]
+    with archive.open(f"{run}/{HISTORY_FILE}") as file:
+        rounds = [line["round"] for line in lines_in(file, faults)]
     config, summary = (json.loads(archive.read(f"{run}/{n}.json")) for n in ("config", "summary"))
     is_finished = summary["status"] == "finished"
     last_round = config["config"]["num-rounds"] if is_finished else None
