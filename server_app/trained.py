@@ -185,8 +185,9 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
             node_config = {"partition-id": int(client.rpartition("-")[2])}
             name = own_architecture(config, node_config)
     elif not method_of(config).has_global_model:
+        example = min((p.name for p in (path / "clients").glob("*")), default="client-0000")
         raise ValueError(
-            f"{config.rounds.method} has no global model: name a client, such as client-0000 "
+            f"{config.rounds.method} has no global model: name a client, such as {example} "
             "(--client, or load_model(..., client=...))"
         )
     network = build_network(config, (shape[0], shape[1], shape[2]), len(class_names), name)

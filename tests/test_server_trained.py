@@ -122,6 +122,15 @@ def test_of_a_client_that_is_not_there_the_others_are_named(run):
         load_model(folder, "client-00")
 
 
+def test_a_personal_model_is_asked_for_by_the_name_of_a_client_that_has_one(run):
+    keys = {"method": "fedreco", "local-test-fraction": 0.2, "fraction-train": 0.25}
+    folder = run(keys | {"num-rounds": 1, "local-epochs": 0, "seed": 3})
+    [trained] = history_of(folder)[0]["participants"]
+    assert trained != "client-0000"
+    with pytest.raises(ValueError, match=f"name a client, such as {trained} "):
+        load_model(folder)
+
+
 def test_a_history_that_is_shorter_than_its_finished_run_is_named(run, caplog):
     """It said that there was no personal model, or that the run had rounds left."""
     folder = run({"method": "fedreco", "local-test-fraction": 0.2, "num-rounds": 4})
