@@ -246,10 +246,17 @@ def stop(run: Annotated[str, typer.Argument(show_default=False)] = "") -> None:
     RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one; it can be left out if only
     one run is running.
     """
-    running = [] if run else [each for each in all_runs() if each.is_running]
-    saved = find_run(run) if run else only_run(running, "can be stopped", "keel stop")
     from keel.deployment.simulation import end_abandoned, engine_folder
 
+    running = [] if run else [each for each in all_runs() if each.is_running]
+    try:
+        saved = find_run(run) if run else only_run(running, "can be stopped", "keel stop")
+    except ValueError:
+        name = Path(run).name
+        if not name or not end_abandoned(engine_folder(name)):
+            raise
+        print(f"{name}: had not begun; ended the Flower processes that it left behind")
+        return
     engine_lock = engine_folder(saved.name) / ".lock"
     if not saved.is_running:
         if end_abandoned(engine_lock.parent):  # its `keel run` was killed, then it ended

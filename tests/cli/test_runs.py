@@ -530,6 +530,26 @@ def test_stop_ends_the_superlink_of_a_killed_keel_run_after_its_run_has_finished
     assert "one is not running: finished" in refusal("stop", str(two / "one"))
 
 
+def test_stop_ends_a_killed_keel_run_that_has_no_run_directory_yet(
+    two, tmp_path, printed, monkeypatch, refusal
+):
+    """Flower takes half a minute to start, and the run would begin after that."""
+    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+    assert "there is no run 'new'" in refusal("stop", "new")
+    folder = engine_folder("new")
+    folder.mkdir(parents=True)
+    (folder / "mark").write_text("left-over-2")
+    environment = os.environ | {MARK: "left-over-2"}
+    with subprocess.Popen(["sleep", "100"], env=environment) as process:
+        try:
+            text = printed("stop", "new")
+            assert text == "new: had not begun; ended the Flower processes that it left behind\n"
+            assert process.wait(10)
+        finally:
+            process.kill()
+    assert "there is no run 'new'" in refusal("stop", "new")
+
+
 def test_stop_and_resume_need_no_name_where_one_run_alone_is_meant(two, refusal, monkeypatch):
     asked = []
     monkeypatch.setattr("keel.cli.run.executed", lambda overrides, options: asked.append(overrides))
