@@ -565,7 +565,7 @@ def resolve_config(overrides: Mapping[str, OptionValue]) -> RunConfig:
     flat = default_config()
     known = list(flat)
     for key in overrides:
-        refuse_unknown("config key", key, known)
+        refuse_unknown("config key", key, known, str(overrides.get("method", "")))
     preset = overrides.get("preset", flat["preset"])
     if preset:
         refuse_unknown("preset", str(preset), list(presets()))

@@ -141,6 +141,7 @@ def test_intervals_have_the_ends_that_they_say(allowed, inside, outside):
         ({"learning-rate": 0.1}, "config key = 'learning-rate' is unknown; did you mean lr?"),
         ({"dataset": "mnist"}, "config key = 'dataset' is unknown; did you mean source?"),
         ({"fedprox.m": 1.0}, "config key = 'fedprox.m' is unknown"),
+        ({"method": "fedcka", "mu": 5}, "config key = 'mu' is unknown; did you mean fedcka.mu?"),
         ({"local_epochs": 3}, "config key = 'local_epochs' is unknown; did you mean local-epochs"),
         ({"preset": "fedrcl-table1-cifar"}, "did you mean fedrcl-table1-cifar10"),
         (
