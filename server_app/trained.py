@@ -27,6 +27,7 @@ from protocol.text import in_one_line, num_of, shortened
 from server_app.history import HISTORY_FILE, Line, whole_lines
 from server_app.run_directory import read_arrays
 from server_app.summary import (
+    has_finished,
     lost_rounds,
     newest_version,
     read_manifest,
@@ -136,7 +137,13 @@ def check_rounds(path: Path) -> None:
 def read_model(path: Path, client: str = "") -> TrainedModel:
     """As `load_model`, whichever round the model is of. ValueError if the run has no such model."""
     if not (path / "model.safetensors").is_file():
-        raise ValueError(f"{path} has no model.safetensors: it is not a run that has ended")
+        why = "it is not a run that has ended"
+        if has_finished(path):
+            why = (
+                "the run has finished, so the file was deleted, or the run was restored from an "
+                "archive, which has no models; put back a copy, or run it again"
+            )
+        raise ValueError(f"{path} has no model.safetensors: {why}")
     check_is_as_written(path)
     arrays, about = read_arrays(path / "model.safetensors")
     config = read_run_config(path)

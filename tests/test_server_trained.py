@@ -100,6 +100,15 @@ def test_a_model_that_is_not_the_run_s_is_refused(trained):
         load_model(trained)
 
 
+def test_a_finished_run_without_its_model_is_not_said_to_be_unfinished(trained):
+    (trained / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"has no model\.safetensors: the run has finished, so"):
+        load_model(trained)
+    (trained / "summary.json").unlink()
+    with pytest.raises(ValueError, match="it is not a run that has ended"):
+        load_model(trained)
+
+
 def test_a_damaged_state_of_a_client_is_named_and_left_as_it_is(run, caplog):
     folder = run({"method": "fedreco", "local-test-fraction": 0.2, "num-rounds": 1})
     client = history_of(folder)[0]["participants"][0]
