@@ -65,7 +65,12 @@ def run_command(
         list[str] | None,
         typer.Option(help="Rows and columns, as 'NAME;NAME'. Repeatable.", metavar="NAMES"),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=0, help="Number of seeds. 0: the recipe's.")] = 0,
+    seeds: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Number of seeds. 0: the recipe's, but at least 6 if values are tried."
+        ),
+    ] = 0,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", help="A config key of all runs. Repeatable.", metavar="KEY=VALUE"),
@@ -136,6 +141,11 @@ def run_command(
         from keel.experiments.tasks import Resources
 
     console, folder = new_console(), output_folder(output)
+    if not seeds and len(options.seeds) > len(loaded.seeds):
+        console.print(
+            f"{len(options.seeds)} seeds instead of the recipe's {len(loaded.seeds)}: values are "
+            "tried with the first, which then does not judge them; --seeds sets another number"
+        )
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
         signal.signal(signal.SIGHUP, signal.default_int_handler)

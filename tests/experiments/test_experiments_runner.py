@@ -149,6 +149,17 @@ rows:
 """
 
 
+@pytest.mark.parametrize(("words", "is_told"), [((), True), (("--seeds", "2"), False)])
+def test_more_seeds_than_the_recipe_names_are_announced(
+    words, is_told, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "t.yaml").write_text(f"seeds: 2\n{tuned}".replace(", tuned: 1", ""))
+    monkeypatch.setattr(runner, "run_recipe", lambda *_: {})
+    assert main("run", str(tmp_path / "t.yaml"), "--output", str(tmp_path), *words) == 0
+    told = "6 seeds instead of the recipe's 2" in " ".join(capsys.readouterr().out.split())
+    assert told == is_told
+
+
 def options(**changed: Any) -> Options:
     """One seed at the paper's scale, unless message otherwise."""
     return Options(**{"scale": "paper", "changes": {}, "seeds": [0], "full_grid": True, **changed})
