@@ -192,7 +192,7 @@ def replay_checks(
 ) -> Iterator[Check]:
     """The split and the first rounds, replayed: bit-identical, or with similar accuracies."""
     saved, overrides = read_config_file(directory)
-    history = read_history(directory)
+    history = {line["round"]: line for line in read_history(directory)}  # damage may leave gaps
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as held:
         own = {"output-dir": scratch, "resume": ""}
         flat = {**saved, **own}
@@ -207,10 +207,11 @@ def replay_checks(
             expected = "" if replay[key] == then else f", expected {then}"
             yield Check(replay[key] == then, f"{key}: {replay[key]}{expected}")
         arrays = array_record(run.start.arrays)
-        for line in history[:rounds]:
-            trained = train_round(run, line["round"], arrays)
+        for number in range(1, min(rounds, max(history, default=0)) + 1):
+            trained = train_round(run, number, arrays)
             arrays, ours = trained.arrays, record_round(run, trained)
             replay = read_manifest(run.directory.path)
+            line = history.get(number, {"round": number})
             yield round_check(line, ours, manifest, replay, is_same_setup)
 
 

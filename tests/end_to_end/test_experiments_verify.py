@@ -211,6 +211,18 @@ def test_a_manifest_with_a_misspelt_name_does_not_stop_a_resume(run):
     assert read_manifest(folder).keys() >= {"versions", "files", "kept"}
 
 
+def test_rounds_whose_history_is_lost_are_replayed_against_their_digests(run):
+    folder = run({"num-rounds": 2})
+    (folder / "history.jsonl").unlink()
+    resume(folder, num_rounds=4)
+    replayed = [check for check in checks(folder, rounds=4) if check.found.startswith("round ")]
+    assert [check.passed for check in replayed] == [True] * 4
+    *noted, last = (check.found for check in replayed)
+    expected = read_manifest(folder)["rounds"].items()
+    assert noted == [f"round {number}: bit-identical ({recorded})" for number, recorded in expected]
+    assert last == "round 4: no digest recorded, accuracies differ by 0.00 points"
+
+
 def test_a_run_that_did_not_finish_is_not_passed(run):
     folder = run({"num-rounds": 1})
     summary = json.loads((folder / "summary.json").read_text())
