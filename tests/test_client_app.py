@@ -711,6 +711,7 @@ def test_a_server_s_model_that_does_not_fit_is_an_error_of_one_line_in_the_log_t
         ("scaffold", "c.classifier.weight", (1, 84)),
         ("fedcr", "S", (3, 1)),
         ("fedpac", "is-known", (1,)),
+        ("fedproc", "prototypes", (4, 84)),
         ("fedpac", "head.classifier.bias", (1,)),
     ],
 )

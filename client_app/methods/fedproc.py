@@ -25,7 +25,7 @@ from torch import Tensor
 from client_app.method import ModelParts, Update
 from client_app.objective import Batch, LocalObjective
 from client_app.prototypes import class_sums
-from client_app.round import RoundContext
+from client_app.round import RoundContext, check_extra
 from models import StagedModel
 from protocol.messages import Arrays
 from protocol.options import at_least, option
@@ -80,6 +80,7 @@ class FedProc(LocalObjective):
 
     def begin_round(self, ctx: RoundContext) -> float:
         """a_t of this round."""
+        check_extra(ctx.extra, {"prototypes": ctx.model.classifier.weight})
         return schedule(ctx.round - 1, self.schedule_rounds or ctx.config.rounds.num_rounds)
 
     def supervised(self, batch: Batch) -> Tensor:

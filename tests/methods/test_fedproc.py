@@ -87,6 +87,7 @@ def test_fedprocs_loss_moves_from_contrast_to_cross_entropy(number):
     ctx = SimpleNamespace(
         round=number,
         config=SimpleNamespace(rounds=SimpleNamespace(num_rounds=8)),
+        model=SimpleNamespace(classifier=SimpleNamespace(weight=c)),
         extra={"prototypes": c},
     )
     a_t = 1.0 if number == 1 else (number - 1) / 8
