@@ -171,7 +171,7 @@ OBJECTIVES = [n for n in METHODS if issubclass(METHODS[n], LocalObjective) and n
 def test_every_local_objective_trains_under_every_server_step(method, server):
     """SCAFFOLD, which has a server update of its own, is refused: see test_compared_runs."""
     config = make_config(method=method, server_optimizer=server, batch_size=32)
-    now = make_round(config)
+    now = make_round(config, extra=server_of(config).extra_like())
     update = method_of(config).train(now)
     assert ("look-ahead" in update.terms) == (server == "fedacg")
     step = server_optimizer(config)
