@@ -22,6 +22,7 @@ from keel.experiments.runs import (
     NOTE,
     UNKNOWN,
     Options,
+    check_rounds,
     check_unchanged,
     config_in,
     fault_of_rounds,
@@ -227,7 +228,7 @@ def without_folders(keys: Mapping[str, Any], archived: str = "") -> dict[str, An
 def copies(directory: Path, archived: str = "") -> Iterator[tuple[str, str]]:
     """(name, text) of the small copies of a run directory's files. archived: its source's name.
 
-    ValueError if a file is damaged, or if the history was changed after the run.
+    ValueError if a file is damaged, the history lacks a round, or it was changed after the run.
     """
     check_unchanged(directory)
     manifest, config = read_manifest(directory), config_in(directory)
@@ -238,8 +239,9 @@ def copies(directory: Path, archived: str = "") -> Iterator[tuple[str, str]]:
     short = status[:MAX_STATUS]
     yield "summary.json", json.dumps({"status": short if sign in short else f"{short}: {sign}"})
     yield "manifest.json", json.dumps({key: manifest[key] for key in MANIFEST if key in manifest})
-    history = lines(read_history(directory))
-    yield HISTORY_FILE, "".join(json.dumps(line) + "\n" for line in history)
+    history = read_history(directory)
+    check_rounds(directory, [line["round"] for line in history])
+    yield HISTORY_FILE, "".join(json.dumps(line) + "\n" for line in lines(history))
 
 
 def lines(history: Sequence[Line]) -> Iterator[dict[str, Any]]:

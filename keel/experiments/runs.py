@@ -332,18 +332,23 @@ def history_in(directory: Path) -> History:
     """The history of a run that has ended.
 
     ValueError naming the file if a line is damaged, if a round does not come after the one before
-    it, or if a finished run's last round is missing; and as `check_unchanged` says.
+    it, or if one is missing; and as `check_unchanged` says.
     """
     reader = HistoryReader(directory / HISTORY_FILE)
     reader.update()
     if reader.faults:
         raise ValueError(f"{directory}: {reader.faults[0]}; {REMEDY}")
     history = History(reader.lines)
-    last_round = config_in(directory)["num-rounds"] if status_of(directory) == "finished" else None
-    if fault := fault_of_rounds(history.rounds, last_round):
-        raise ValueError(f"{directory / HISTORY_FILE} is damaged: {fault}; {REMEDY}")
+    check_rounds(directory, history.rounds)
     check_unchanged(directory)
     return history
+
+
+def check_rounds(directory: Path, rounds: Sequence[int]) -> None:
+    """ValueError if the history of a run that has ended, with these rounds, lacks one."""
+    last_round = config_in(directory)["num-rounds"] if status_of(directory) == "finished" else None
+    if fault := fault_of_rounds(rounds, last_round):
+        raise ValueError(f"{directory / HISTORY_FILE} is damaged: {fault}; {REMEDY}")
 
 
 def fault_of_rounds(rounds: Sequence[int], last_round: int | None) -> str:
@@ -351,8 +356,11 @@ def fault_of_rounds(rounds: Sequence[int], last_round: int | None) -> str:
     for before, after in itertools.pairwise(rounds):
         if after <= before:
             return f"round {after} follows round {before}"
-    is_cut = last_round is not None and list(rounds[-1:]) != [last_round]
-    return f"round {last_round}, the last, is missing" if is_cut else ""
+    if last_round is not None and list(rounds[-1:]) != [last_round]:
+        return f"round {last_round}, the last, is missing"
+    # after damage, a resumed run goes on without the lost lines
+    missing = next((n for n, number in enumerate(rounds, 1) if n != number), None)
+    return "" if missing is None else f"round {missing} is missing"
 
 
 def check_unchanged(directory: Path) -> None:

@@ -8,7 +8,7 @@ import shutil
 import signal
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,7 +178,7 @@ def fake_run(
     left_out: dict[str, str] | None = None,
     **manifest: Any,
 ) -> Path:
-    """Leave the folder of a run that ended so, with this accuracy after its last round."""
+    """Leave the folder of a run that ended so: the accuracy and all time are the last round's."""
     folder = run.folder / name
     folder.mkdir(parents=True)
     config = {"config": dict(resolve_config(run.keys).flat)}
@@ -187,10 +187,22 @@ def fake_run(
     manifest |= {"code": [code or code_version()]}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     times = {"client_seconds": 60.0, "client_cpu_seconds": cpu_seconds, "seconds": {"all": 90.0}}
+    no_time = {"client_seconds": 0.0, "client_cpu_seconds": 0.0, "seconds": {}}
+    earlier = [{"round": n, "losses": {}, "left_out": {}} | no_time for n in range(1, run.rounds)]
     line = {"round": run.rounds, "global": {"accuracy": accuracy}, "losses": {}}
     line |= times | {"left_out": left_out or {}}
-    (folder / "history.jsonl").write_text(json.dumps(line) + "\n")
+    write_lines(folder / "history.jsonl", [*earlier, line])
     return folder
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The lines of a history."""
+    return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+def write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Write a history of these lines."""
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def fake_runs(recipe: Recipe, output: Path, how: Options, results: dict[float, float]) -> None:
@@ -654,6 +666,7 @@ def test_an_interrupted_run_of_other_defaults_starts_from_scratch(tmp_path):
 
 def test_progress_is_that_of_the_newest_attempt(tmp_path):
     *_, (run, _) = two_runs(tmp_path)
+    run = replace(run, rounds=1)
     started = runner.ActiveRun(run, None, runner.TaskID(0))
     assert started.new_rounds() == 0
     fake_run(run, 0.5, "1-old")
@@ -669,6 +682,7 @@ def test_progress_is_that_of_the_newest_attempt(tmp_path):
 def test_rounds_of_an_attempt_that_is_not_resumed_are_not_progress(tmp_path):
     """Where runs of other code were run again, the bar ended with 0/0 and showed no time left."""
     *_, (run, _) = two_runs(tmp_path)
+    run = replace(run, rounds=1)
     attempt = fake_run(run, 0.5, "1-old")
     assert runner.num_earlier(run) == 1
     again = runner.ActiveRun(run, None, runner.TaskID(0), num_earlier=1)
@@ -904,7 +918,8 @@ def test_a_clock_that_was_wrong_does_not_hide_a_result(ends, word, tmp_path, mon
         ("config.json", lambda text: '{"config": {}}', "its config is missing or incomplete"),
         ("summary.json", lambda text: text[:-2], "Unterminated"),
         ("history.jsonl", lambda text: "", "round 2, the last, is missing"),
-        ("history.jsonl", lambda text: text.replace(": 2,", ": 1,"), "round 2, the last, is miss"),
+        ("history.jsonl", lambda text: text.partition("\n")[2], "round 1 is missing"),
+        ("history.jsonl", lambda text: text.replace(": 2,", ": 3,"), "round 2, the last, is miss"),
         ("history.jsonl", lambda text: text.replace("0.5", "0.6"), "its digest is not the one"),
     ],
 )
@@ -922,6 +937,7 @@ def test_a_damaged_file_of_a_run_is_named_with_what_to_do(
     path.write_text(damage(path.read_text()))
     for command in (
         lambda: write_report(tmp_path),
+        lambda: pack(tmp_path, tmp_path / "archive"),
         lambda: ran(recipe, THREE, tmp_path, monkeypatch),
     ):
         with pytest.raises(
@@ -1264,13 +1280,13 @@ def test_a_run_without_the_number_due_counts_against_its_claim(reason, word, has
     recipe, runs = all_run(tmp_path, f"{judged}of: local_global.mean\n")
     for run in runs:
         path = run.folder / "attempt" / "history.jsonl"
-        line = json.loads(path.read_text())
+        *earlier, line = lines_of(path)
         line["local_global"] = {"mean": line["global"]["accuracy"], "worst_decile": 0.0}
         if run.keys["method"] == "fedprox":
             line["evaluation_left_out"] = {"a": reason}
             if not has_mean:
                 del line["local_global"]
-        path.write_text(json.dumps(line) + "\n")
+        write_lines(path, [*earlier, line])
     (claim,) = claims_of(recipe, tmp_path)
     assert claim.verdict == "not reproduced"
     assert f"FedProx {word} 3/3" in claim.failures
@@ -1381,10 +1397,9 @@ def test_a_curve_is_the_moving_average_where_its_number_is(tmp_path):
     for cell in recipe.cells:
         run = run_of(cell, {}, 0, how, tmp_path)
         path = fake_run(run, 0.0) / "history.jsonl"
-        line = json.loads(path.read_text())
+        *_, line = lines_of(path)
         points = ((1, 0.2), (2, 0.6))
-        lines = [line | {"round": i, "global": {"accuracy": a}} for i, a in points]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(path, [line | {"round": i, "global": {"accuracy": a}} for i, a in points])
         curves[cell.row.name] = curve_of(cell, [(run, run.finished())])
     assert curves == {"FedAvg": [(1, 20, 0), (2, 40, 0)], "FedProx": [(1, 20, 0), (2, 60, 0)]}
 
@@ -1396,8 +1411,8 @@ def test_measures_of_features_are_compared_over_rows_on_one_axis(tmp_path):
         for seed in how.seeds:
             path = fake_run(run_of(cell, {}, seed, how, tmp_path), 0.5) / "history.jsonl"
             measured = {"vci": {"mean": i + seed, "global": None, "clients": {}}}
-            line = json.loads(path.read_text()) | {"diagnostics": measured}
-            path.write_text(json.dumps(line) + "\n")
+            *earlier, line = lines_of(path)
+            write_lines(path, [*earlier, line | {"diagnostics": measured}])
     *_, (title, figure) = run_charts(recipe, results_of(recipe, how, tmp_path))
     shown = [(trace["name"], trace["x"], trace["y"]) for trace in figure["data"]]
     assert shown == [("FedAvg", [2], [0.5]), ("FedProx", [2], [1.5])]  # the mean over seeds
