@@ -31,6 +31,7 @@ from keel.experiments.stack import num_together, run_together
 from keel.runs import LOCK_FILE, is_locked
 from protocol.code import code_version
 from protocol.config import RunConfig, app_folder, resolve_config
+from protocol.files import private_files
 from protocol.flower_compat.simulation import worker_variables
 from protocol.options import OptionValue
 from protocol.processes import num_cores
@@ -424,7 +425,7 @@ def printing_to(path: Path) -> Iterator[None]:
     """Within, this process's output, also that of its libraries, is appended to the file."""
     before = [(number, os.dup(number)) for number in (1, 2)]
     try:
-        with path.open("ab") as file:
+        with private_files(), path.open("ab") as file:  # it says what run.log says
             for number, _ in before:
                 os.dup2(file.fileno(), number)
         yield

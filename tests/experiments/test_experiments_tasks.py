@@ -152,6 +152,18 @@ def test_what_libraries_print_is_logged_too_and_no_longer_than_the_run(tmp_path,
     assert capfd.readouterr().err == "three\n"
 
 
+def test_the_log_of_a_run_is_for_this_user_alone_as_its_run_directory_is(tmp_path):
+    log = tmp_path / "log.txt"
+    before = os.umask(0o022)
+    try:
+        with printing_to(log):
+            (tmp_path / "other").touch()
+    finally:
+        os.umask(before)
+    assert log.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "other").stat().st_mode & 0o777 == 0o644
+
+
 def test_after_a_run_on_a_full_disk_the_process_has_its_own_output_again(monkeypatch, capfd):
     """Else Ray's worker, which goes on to the next run, fails as it prints and counts as killed."""
     with open(1, "w", closefd=False) as stream:
