@@ -358,7 +358,7 @@ def fault_of_rounds(rounds: Sequence[int], last_round: int | None) -> str:
             return f"round {after} follows round {before}"
     if last_round is not None and list(rounds[-1:]) != [last_round]:
         return f"round {last_round}, the last, is missing"
-    # after damage, a resumed run goes on without the lost lines
+    # after damage, a resumed run continues without the lost lines
     missing = next((n for n, number in enumerate(rounds, 1) if n != number), None)
     return "" if missing is None else f"round {missing} is missing"
 
