@@ -23,6 +23,7 @@ from server_app.summary import (
     HEADLINE,
     SUMMARY_FILE,
     has_finished,
+    lacking_rounds,
     lost_rounds,
     read_config_file,
     read_manifest,
@@ -146,16 +147,18 @@ class SavedRun:
 
     @property
     def lost_rounds(self) -> str:
-        """A sentence if the run has finished but its history ends earlier, or is unreadable."""
+        """A sentence if the history lacks rounds, or is unreadable."""
+        history: list[dict[str, Any]] = []
         try:
-            self.history  # noqa: B018  # read for its error
+            history = self.history
         except OSError as error:  # another user's, for example, which is not lost
             return f"{HISTORY_FILE}: {error.strerror}"
         except DAMAGE:
             pass
         num_rounds = self.config["num-rounds"]
         is_number = isinstance(num_rounds, int)
-        return lost_rounds(self.directory, self.rounds, num_rounds) if is_number else ""
+        ends_early = lost_rounds(self.directory, self.rounds, num_rounds) if is_number else ""
+        return ends_early or lacking_rounds(history)
 
     def damaged_checkpoints(self) -> list[str]:
         """The names of checkpoints that are not as they were written; a resume skips them."""

@@ -254,6 +254,19 @@ def lost_rounds(directory: Path, last_round: int, num_rounds: int) -> str:
     )
 
 
+def lacking_rounds(history: Sequence[Line]) -> str:
+    """A sentence on a history that damage left without a round before its last; "" for others."""
+    found = {line["round"] for line in history}
+    last_round = max(found, default=0)
+    num_lacking = last_round - len(found)
+    if num_lacking <= 0:
+        return ""
+    return (
+        f"{HISTORY_FILE} lacks {num_lacking} of the first {num_of('round', last_round)}: the best "
+        "accuracy and the means are of the others"
+    )
+
+
 def check_has_rounds_left(directory: Path, num_rounds: int) -> None:
     """ValueError, one line, if a resume up to this round would do nothing or undo rounds.
 

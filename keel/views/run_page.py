@@ -30,7 +30,7 @@ from keel.views.store import (
 )
 from protocol.options import typed
 from server_app.history import CURVES, PER_CLIENT, HistoryReader, Line, duration
-from server_app.summary import lost_rounds
+from server_app.summary import lacking_rounds, lost_rounds
 
 MAX_ROUNDS = 40  # columns of the clients' heat map: each costs the reading of a whole line
 MAX_CLIENTS = 40  # its rows: the worst
@@ -64,7 +64,7 @@ def progress(entry: Entry, reader: HistoryReader) -> dict[str, Any]:
     lost = lost_rounds(entry.directory, done, total) if entry.state == FINISHED else ""
     return {
         "done": done,
-        "faults": [*reader.faults, *filter(None, [lost])],
+        "faults": [*reader.faults, *filter(None, [lost, lacking_rounds(lines)])],
         "total": total,
         "spent": duration(sum(seconds)),
         "left": left,

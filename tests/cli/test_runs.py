@@ -162,6 +162,19 @@ def test_tables_name_a_history_that_is_shorter_than_its_finished_run(two, printe
     ]
 
 
+@pytest.mark.parametrize("command", ["list", "compare"])
+def test_tables_name_a_history_that_lacks_rounds_before_its_last(two, printed, command):
+    """A run resumed after damage: the best accuracy, for example, may have been in a lost round."""
+    path = two / "one" / "history.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+    runs = ["one", "other"] if command == "compare" else []
+    lines = [line for line in printed(command, *runs).splitlines() if "history.jsonl" in line]
+    (name, _, found), *others = (line.partition(": ") for line in lines)
+    assert (name, others) == ("one", [])
+    assert found.startswith("history.jsonl lacks 1 of the first 2 rounds: the best accuracy and")
+    assert status_lines(SavedRun(two / "one"))[-1] == f"damaged   {found}"
+
+
 def test_a_program_reads_that_a_history_is_shorter_than_its_finished_run(two, printed):
     (two / "one" / "history.jsonl").write_text("")
     (two / "other" / "config.json").write_text("damaged")

@@ -227,6 +227,15 @@ def test_a_finished_run_that_lost_rounds_is_marked_in_the_table(tmp_path, num_le
     assert rows["whole"]["state"] == "finished"
 
 
+def test_the_page_of_a_run_says_how_many_rounds_damage_left_out(tmp_path):
+    history = make_run(tmp_path / "a", {"method": "fedavg"}, 4) / "history.jsonl"
+    lines = history.read_text().splitlines(keepends=True)
+    history.write_text("".join([lines[0], lines[3]]))
+    pages = Pages(tmp_path)
+    shown = pages.get(f"/run/{pages.id_of('a')}/data").json()["html"]["status"]
+    assert "history.jsonl lacks 2 of the first 4 rounds: the best accuracy" in shown
+
+
 @pytest.mark.parametrize("has_summary", [True, False])
 def test_a_killed_run_has_the_numbers_of_its_history_not_of_an_older_summary(tmp_path, has_summary):
     run = make_run(tmp_path / "a", {"method": "fedavg"}, 9, num_written=2, status="running")
