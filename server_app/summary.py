@@ -153,7 +153,11 @@ def read_config_file(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         return current, pinned | with_current_names(overrides, warn=False) | then
     except DAMAGE as error:
         fault = f"it has no key {error}" if isinstance(error, KeyError) else error
-        raise ValueError(f"{path} is damaged or incomplete: {fault}") from error
+        if isinstance(error, TypeError | AttributeError):  # of Python, about indices
+            fault = "expected an object of the config and the overrides"
+        raise ValueError(
+            f"{path} is damaged or incomplete: {fault}; put back a copy, or start a new run"
+        ) from error
 
 
 def read_run_config(directory: Path) -> RunConfig:

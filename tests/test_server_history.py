@@ -224,12 +224,23 @@ def test_a_moved_run_directory_is_named_where_it_is(tmp_path):
     assert read_summary(tmp_path)["directory"] == str(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"config": {}}'])
-def test_a_damaged_config_is_named(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "expected an object of the config and the overrides"),
+        ('{"config": [], "overrides": {}}', "expected an object of the config and the overrides"),
+        ('{"config": {}}', "it has no key 'overrides'"),
+    ],
+)
+def test_a_damaged_config_is_named(tmp_path, content, fault):
     with pytest.raises(ValueError, match=r"has no config\.json"):
         read_config_file(tmp_path)
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=r"config\.json is damaged or incomplete"):
+    expected = (
+        rf"config\.json is damaged or incomplete: {fault}.*; put back a copy, or start a new run$"
+    )
+    with pytest.raises(ValueError, match=expected):
         read_config_file(tmp_path)
 
 

@@ -204,7 +204,8 @@ def test_damaged_run_directories_are_shown_as_such(tmp_path):
     assert pages.get("/deployment").status_code == 200
     assert "config.json is damaged" in pages.get(f"/run/{pages.id_of('deep-config')}").text
     incomplete = pages.get(f"/run/{pages.id_of('wrong-config')}").text
-    assert "config.json is damaged: it has no key &#39;overrides&#39;<" in incomplete
+    damage = "config.json is damaged: it has no key &#39;overrides&#39;; put back a copy"
+    assert f"{damage}, or start a new run<" in incomplete
     status = {
         name: pages.get(f"/run/{pages.id_of(name)}/data").json()["html"]["status"]
         for name in ("wrong-history", "half-written", "deep-config")
