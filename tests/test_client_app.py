@@ -42,6 +42,7 @@ from client_app.machine import machine
 from client_app.method import Update, train_alone
 from client_app.methods import method_of
 from client_app.methods.fedprox import FedProx
+from client_app.methods.fedrep import FedRep
 from client_app.node_config import own_architecture
 from client_app.objective import objective_phase
 from client_app.process_cache import ProcessCache
@@ -703,6 +704,19 @@ def test_a_server_s_model_that_does_not_fit_is_an_error_of_one_line_in_the_log_t
         assert found.startswith("the model that the server sent does not fit cnn-fedreco: array")
         assert reason in found
     assert all(record.exc_info is None for record in caplog.records)
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_a_method_that_compares_an_earlier_stage_gets_the_whole_extractor(
+    kind, tmp_path, monkeypatch
+):
+    """`Average` sends all but the classifier, whatever `split_stage` says: clients refused it."""
+    monkeypatch.setattr(FedRep, "split_stage", lambda self, model: model.stage_names[0])
+    config = make_config(method="fedrep", local_test_fraction=0.3)
+    network = build_network(config, SHAPE, NUM_CLASSES)
+    arrays = strategy_for(config, network).initial_arrays(network)
+    reply = Client(config, tmp_path).ask(kind, 1, arrays)
+    assert not reply.has_error(), reply.error
 
 
 @pytest.mark.parametrize(
