@@ -46,9 +46,11 @@ def on_device(arrays: Arrays, device: torch.device) -> Arrays:
 def check_extra(extra: Arrays, like: Arrays) -> None:
     """ValueError unless `RoundContext.extra` has the names, shapes and dtypes of `like`.
 
-    Without this check, an array of another shape could be broadcast.
+    Without this check, an array of another shape could be broadcast. Further arrays are allowed: a
+    method that extends another's may read them.
     """
-    if reason := mismatch(extra, like, with_values=False):
+    found = {name: array for name, array in extra.items() if name in like}
+    if reason := mismatch(found, like, with_values=False):
         raise ValueError(f"what the server sent alongside the model is unusable: {reason}")
 
 

@@ -747,6 +747,21 @@ def test_what_a_server_sends_beside_the_model_is_not_broadcast(
     assert not [*tmp_path.rglob("*.safetensors")]  # client state
 
 
+@pytest.mark.parametrize("method", ["scaffold", "fedcr", "fedpac", "fedproc"])
+def test_a_method_that_extends_another_s_may_be_sent_further_arrays(method, tmp_path):
+    config = make_config(method=method, local_test_fraction=0.3)
+    network = build_network(config, SHAPE, NUM_CLASSES)
+    strategy = strategy_for(config, network)
+    arrays, extra = strategy.initial_arrays(network), dict(strategy.extra_like())
+    more = extra | {"head.momentum": torch.ones(2)}
+    replies = [
+        read_reply(Client(config, tmp_path / name).ask("train", 1, arrays, extra=sent), 10**7)
+        for name, sent in (("a", extra), ("b", more))
+    ]
+    for name, array in replies[0].arrays.items():
+        assert torch.equal(replies[1].arrays[name], array)
+
+
 def test_text_of_the_server_is_in_the_log_without_its_lines_and_control_characters(
     tmp_path, caplog, monkeypatch
 ):

@@ -95,7 +95,7 @@ class FedPAC(Method):
         if any(name.startswith("head.") for name in ctx.extra):
             like |= {f"head.{name}": array for name, array in head_of(model).items()}
         check_extra(ctx.extra, like)
-        mixed = {k.removeprefix("head."): v for k, v in ctx.extra.items() if k.startswith("head.")}
+        mixed = {k.removeprefix("head."): ctx.extra[k] for k in like if k.startswith("head.")}
         return with_own_head(ctx, {"head": {**state.get("head", {}), **mixed}})
 
     def phases(self, ctx: RoundContext) -> Phases:
