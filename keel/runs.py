@@ -17,7 +17,7 @@ from typing import Any
 from protocol.config import keel_home
 from protocol.files import digest, full_path
 from protocol.options import did_you_mean
-from protocol.text import shortened
+from protocol.text import in_one_line, shortened
 from server_app.history import HISTORY_FILE, curve, read_history
 from server_app.summary import (
     HEADLINE,
@@ -148,13 +148,13 @@ class SavedRun:
     @property
     def lost_rounds(self) -> str:
         """A sentence if the history lacks rounds, or is unreadable."""
-        history: list[dict[str, Any]] = []
         try:
             history = self.history
         except OSError as error:  # another user's, for example, which is not lost
             return f"{HISTORY_FILE}: {error.strerror}"
-        except DAMAGE:
-            pass
+        except DAMAGE as error:
+            fault = in_one_line(str(error).removeprefix(f"{self.directory}/"))
+            return f"{fault}; put back a copy of the file if there is one"
         num_rounds = self.config["num-rounds"]
         is_number = isinstance(num_rounds, int)
         ends_early = lost_rounds(self.directory, self.rounds, num_rounds) if is_number else ""

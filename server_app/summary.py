@@ -267,7 +267,7 @@ def lacking_rounds(history: Sequence[Line]) -> str:
         return ""
     return (
         f"{HISTORY_FILE} lacks {num_lacking} of the first {num_of('round', last_round)}: the best "
-        "accuracy and the means are of the others"
+        "accuracy and the means are of the others; put back a copy of the file if there is one"
     )
 
 

@@ -182,6 +182,15 @@ def test_a_program_reads_that_a_history_is_shorter_than_its_finished_run(two, pr
     assert (lost["one"][:33], lost["other"]) == ("history.jsonl ends at round 0, bu", "")
 
 
+def test_a_damaged_line_of_a_history_is_named_in_the_list(two, printed):
+    """It said that the history ends at round 0, although only one line was damaged."""
+    path = two / "one" / "history.jsonl"
+    path.write_text("damaged\n" + "".join(path.read_text().splitlines(keepends=True)[1:]))
+    (line,) = (line for line in printed("list").splitlines() if "history.jsonl" in line)
+    assert line.startswith("one: history.jsonl, line 1 is damaged: ")
+    assert line.endswith("; put back a copy of the file if there is one")
+
+
 def test_a_run_elsewhere_is_named_by_its_path(two, tmp_path, capsys):
     elsewhere = tmp_path / "my runs" / "one"
     shutil.copytree(two / "one", elsewhere)
