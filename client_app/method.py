@@ -126,7 +126,10 @@ class Method:
     """What `weighting = "auto"` means: the paper's weighting, "examples" or "uniform"."""
 
     shared_part: ClassVar[str] = "model"
-    """What is sent and averaged: "model", "extractor" (all but the classifier) or "nothing"."""
+    """What is sent and averaged: "model", "extractor" (all but the classifier) or "nothing".
+
+    Clients refuse a message that lacks it: "nothing" allows a method's own server half any arrays.
+    """
 
     duration_keys: ClassVar[Sequence[str]] = ("local-epochs",)
     """Keys that say how long a client trains in each round: epochs, or a `duration()`."""

@@ -32,9 +32,8 @@ class Parts:
         smallest = owners.min(initial=0)
         if owners.shape != indices.shape or owners.dtype.kind not in "iu" or smallest < 0:
             raise ValueError(
-                f"Parts: expected {len(indices)} owners, the number of the client that holds each "
-                f"of the indices, from 0: found {len(owners)} of {owners.dtype}, the least "
-                f"{smallest:g}"
+                f"Parts: expected {len(indices)} owners, for each index the number of its client, "
+                f"from 0: found {len(owners)} of {owners.dtype}, the smallest {smallest:g}"
             )
         order = np.lexsort((indices, owners))
         self.indices = indices[order].astype(np.int64, copy=False)

@@ -163,8 +163,8 @@ def options_class(path: Path, name: str) -> type[Any]:
             raise ValueError(f"{path}: {name}.{field.name} is not an option; {EXPECTED_CLASS}")
     if undecorated := [n for n, v in vars(found).items() if isinstance(v, Field)]:
         raise ValueError(
-            f"{path}: {name}.{undecorated[0]} is no option without @dataclass(frozen=True) above "
-            f"the class; {EXPECTED_CLASS}"
+            f"{path}: {name}.{undecorated[0]} is not an option, because the class lacks "
+            f"@dataclass(frozen=True); {EXPECTED_CLASS}"
         )
     own = {each for each in vars(found) if not each.startswith("_")}
     inherited = {each for base in found.__mro__[1:] for each in vars(base)}

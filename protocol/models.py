@@ -45,8 +45,8 @@ class ModelSpec:
             raise ValueError(f"width = {width}: {name} has one width: expected 0 (or {able})")
         if width % 4 or width > MAX_WIDTH:
             raise ValueError(
-                f"width = {width}: expected a multiple of 4 up to {MAX_WIDTH}; 0: {name}'s "
-                f"{self.width}"
+                f"width = {width}: expected a multiple of 4 up to {MAX_WIDTH}, or 0 for "
+                f"{name}'s {self.width}"
             )
 
 

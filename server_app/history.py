@@ -71,7 +71,7 @@ CURVES = (
 def read_history(path: Path) -> list[Line]:
     """The complete lines of a history under current names; `path`: the file or its run directory.
 
-    Without each client's accuracies: of many clients and rounds they do not fit in memory.
+    Without each client's accuracies, which for many clients and rounds do not fit in memory.
     A last line without its newline (a round being written) is ignored; without a file: [].
     ValueError naming the file and the line if a line is damaged.
     """

@@ -33,7 +33,7 @@ def read_saved_roster(path: Path) -> dict[int, RosterEntry]:
 def save_roster(path: Path, roster: Mapping[int, RosterEntry]) -> None:
     """Write the clients and their nodes, in the order of names.
 
-    Of very many logical clients, which are no dict, only the number.
+    Of very many logical clients, whose roster is not a dict, only their number.
     """
     rows: object = {"simulated": len(roster)}
     if isinstance(roster, dict) or len(roster) <= MAX_LISTED:

@@ -154,7 +154,7 @@ def read_config_file(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     except DAMAGE as error:
         fault = f"it has no key {error}" if isinstance(error, KeyError) else error
         if isinstance(error, TypeError | AttributeError):  # of Python, about indices
-            fault = "expected an object of the config and the overrides"
+            fault = 'expected an object with the objects "config" and "overrides"'
         raise ValueError(
             f"{path} is damaged or incomplete: {fault}; put back a copy, or start a new run"
         ) from error

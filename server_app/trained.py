@@ -140,7 +140,7 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
         why = "it is not a run that has ended"
         if has_finished(path):
             why = (
-                "the run has finished, so the file was deleted, or the run was restored from an "
+                "the run has finished: the file was deleted, or the run was restored from an "
                 "archive, which has no models; put back a copy, or run it again"
             )
         raise ValueError(f"{path} has no model.safetensors: {why}")

@@ -463,9 +463,9 @@ def test_a_split_that_leaves_out_or_repeats_samples_is_refused(split, monkeypatc
 @pytest.mark.parametrize(
     ("owners", "found"),
     [
-        (np.arange(6) - 1, "6 of int64, the least -1"),
-        (np.arange(6) / 2, "6 of float64, the least 0"),
-        (np.arange(5), "5 of int64, the least 0"),
+        (np.arange(6) - 1, "6 of int64, the smallest -1"),
+        (np.arange(6) / 2, "6 of float64, the smallest 0"),
+        (np.arange(5), "5 of int64, the smallest 0"),
     ],
 )
 def test_owners_of_a_split_that_are_none_are_named(owners, found):

@@ -224,12 +224,15 @@ def test_a_moved_run_directory_is_named_where_it_is(tmp_path):
     assert read_summary(tmp_path)["directory"] == str(tmp_path)
 
 
+EXPECTED = 'expected an object with the objects "config" and "overrides"'
+
+
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
         ("{", "Expecting property name"),
-        ("[]", "expected an object of the config and the overrides"),
-        ('{"config": [], "overrides": {}}', "expected an object of the config and the overrides"),
+        ("[]", EXPECTED),
+        ('{"config": [], "overrides": {}}', EXPECTED),
         ('{"config": {}}', "it has no key 'overrides'"),
     ],
 )

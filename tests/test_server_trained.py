@@ -102,7 +102,7 @@ def test_a_model_that_is_not_the_run_s_is_refused(trained):
 
 def test_a_finished_run_without_its_model_is_not_said_to_be_unfinished(trained):
     (trained / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"has no model\.safetensors: the run has finished, so"):
+    with pytest.raises(ValueError, match=r"has no model\.safetensors: the run has finished:"):
         load_model(trained)
     (trained / "summary.json").unlink()
     with pytest.raises(ValueError, match="it is not a run that has ended"):

@@ -255,7 +255,7 @@ def stop(run: Annotated[str, typer.Argument(show_default=False)] = "") -> None:
         name = Path(run).name
         if not name or not end_abandoned(engine_folder(name)):
             raise
-        print(f"{name}: had not begun; ended the Flower processes that it left behind")
+        print(f"{name}: had not started; ended the Flower processes that it left behind")
         return
     engine_lock = engine_folder(saved.name) / ".lock"
     if not saved.is_running:

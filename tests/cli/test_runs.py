@@ -565,7 +565,7 @@ def test_stop_ends_a_killed_keel_run_that_has_no_run_directory_yet(
     with subprocess.Popen(["sleep", "100"], env=environment) as process:
         try:
             text = printed("stop", "new")
-            assert text == "new: had not begun; ended the Flower processes that it left behind\n"
+            assert text == "new: had not started; ended the Flower processes that it left behind\n"
             assert process.wait(10)
         finally:
             process.kill()

@@ -253,7 +253,11 @@ def test_the_place_of_a_decorated_function_is_its_own():
 @pytest.mark.parametrize(
     ("decorator", "field", "found"),
     [
-        ("", 'mu: float = option(at_least(0), "x")', "mu is no option without @dataclass"),
+        (
+            "",
+            'mu: float = option(at_least(0), "x")',
+            "mu is not an option, because the class lacks @dataclass",
+        ),
         ("@dataclass", "", "TypeError: cannot inherit non-frozen"),
         ("@dataclass(frozen=True)", "mu: float = 0.1", "mu is not an option"),
         ("@dataclass(frozen=True)", "mu: float", "mu is not an option"),
