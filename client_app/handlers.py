@@ -460,15 +460,14 @@ def check_received(ctx: RoundContext) -> None:
     method, name = method_of(ctx.config), ctx.config.model.model
     shares_nothing = method.shared_part == "nothing"  # each client's network is its own
     network = ctx.model if shares_nothing or ctx.model.name == name else ctx.network("global", name)
-    # only a method's own server half may send an extractor without the last stages
-    is_split = method.has_own_server_half
-    last_stage = method.split_stage(network) if is_split else network.stage_names[-1]
-    shared = {
-        "model": [*network.tensors],
-        "extractor": network.extractor_keys(last_stage),
-        "nothing": [],
-    }[method.shared_part]
-    expected = {key: network.tensors[key] for key in shared}
+    expected: Arrays = {}
+    if method.shared_part == "model":
+        expected = network.tensors
+    elif method.shared_part == "extractor":
+        # only a method's own server half may send an extractor without the last stages
+        is_split = method.has_own_server_half
+        last_stage = method.split_stage(network) if is_split else network.stage_names[-1]
+        expected = {key: network.tensors[key] for key in network.extractor_keys(last_stage)}
     found = ctx.received
     if method.has_own_server_half:  # it may send others beside them
         found = {key: array for key, array in found.items() if key in expected}
