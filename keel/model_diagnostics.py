@@ -19,7 +19,7 @@ from server_app.diagnostics.plots import plot_models
 from server_app.history import finite_or_null
 from server_app.run_directory import check_opens, read_arrays
 from server_app.summary import read_run_config
-from server_app.trained import check_rounds, read_model
+from server_app.trained import check_is_as_written, check_rounds, read_model
 
 
 def write_diagnostics(
@@ -39,6 +39,7 @@ def write_diagnostics(
             f"{run_dir} has no model.safetensors: it is not the directory of a finished run"
         )
     check_rounds(run_dir)
+    check_is_as_written(run_dir)
     config = read_run_config(run_dir)
     source = open_source(config)
     device = device_for(config.train.device)

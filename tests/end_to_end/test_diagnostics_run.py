@@ -40,6 +40,7 @@ from server_app.diagnostics.comparison import (
     probe_of,
 )
 from server_app.diagnostics.monitor import Monitor
+from server_app.run_directory import read_arrays, save_arrays
 
 Run = Callable[..., Path]
 LAYERS = ["conv1", "conv2", "fc1", "fc2", "features", "logits"]  # of cnn-fedreco
@@ -346,6 +347,18 @@ def test_the_command_refuses_in_one_line_what_it_cannot_measure(run, monkeypatch
         line = capsys.readouterr().err.strip()
         assert expected in line
         assert "\n" not in line
+    assert not output.exists()
+
+
+def test_the_command_refuses_a_global_model_that_was_changed(run, monkeypatch, capsys, tmp_path):
+    """It measured any model of the right shape as the run's."""
+    folder, output = run({"num-rounds": 2}), tmp_path / "out"
+    [first] = (folder / "checkpoints").glob("round-00001-*")
+    model = folder / "model.safetensors"
+    arrays, about = read_arrays(model)
+    save_arrays(model, {name: array + 1 for name, array in arrays.items()}, about)
+    assert command(monkeypatch, folder, first, "--output", output) == 2
+    assert "is not as the run wrote it" in capsys.readouterr().err
     assert not output.exists()
 
 
