@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from client_app.setup import build_network, device_for, open_source, placed
 from models import StagedModel
 from protocol.files import write_atomically
-from protocol.messages import Arrays
+from protocol.messages import Arrays, with_current_names
 from protocol.text import in_one_line
 from server_app.diagnostics.comparison import Comparison, chosen_diagnostics, probe_of
 from server_app.diagnostics.plots import plot_models
@@ -113,7 +113,7 @@ def saved_model(run_dir: Path, model: str) -> tuple[str, Arrays]:
         )
     check_opens(path)
     try:
-        arrays = load_file(path)
+        arrays = with_current_names(load_file(path))
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged, or not a safetensors file: {error}") from error
     # checkpoints and client states hold other arrays too
