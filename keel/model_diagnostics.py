@@ -1,6 +1,7 @@
 """Measure the representations of a finished run's saved models."""
 
 import json
+import logging
 import shutil
 from collections.abc import Sequence
 from functools import cache
@@ -13,13 +14,17 @@ from client_app.setup import build_network, device_for, open_source, placed
 from models import StagedModel
 from protocol.files import write_atomically
 from protocol.messages import Arrays, with_current_names
-from protocol.text import in_one_line
+from protocol.text import in_one_line, shortened
 from server_app.diagnostics.comparison import Comparison, chosen_diagnostics, probe_of
 from server_app.diagnostics.plots import plot_models
 from server_app.history import finite_or_null
 from server_app.run_directory import check_opens, read_arrays
 from server_app.summary import read_run_config
 from server_app.trained import check_is_as_written, check_rounds, read_model
+
+log = logging.getLogger("keel.server")
+
+NO_MODELS = "no client of the run stores a model; name a checkpoint or a model.safetensors"
 
 
 def write_diagnostics(
@@ -69,6 +74,14 @@ def write_diagnostics(
         check_shapes(model, arrays, network(architecture))
         comparison.add(model, architecture, arrays)
     numbers = comparison.numbers()
+    if not numbers:
+        which = f"of {shortened(subjects)}" if subjects else NO_MODELS
+        raise ValueError(
+            f"--only {names}: nothing of this can be measured: {which}: cka-clients needs two "
+            "models, cka-global and drift need one and a global model"
+        )
+    if not subjects:
+        log.warning("%s: only the global model is measured: %s", run_dir, NO_MODELS)
     about = {
         "run": str(run_dir),
         "models": subjects,

@@ -374,6 +374,24 @@ def test_the_command_reads_a_model_of_keel_0_1(run, monkeypatch, tmp_path):
     assert numbers["drift"]["mean"] == 0
 
 
+def test_the_command_says_that_no_client_stores_a_model(run, monkeypatch, capsys, caplog, tmp_path):
+    """It wrote a file without numbers, or with the global model's only, and said nothing."""
+    folder, output = run({"num-rounds": 1}), tmp_path / "out"
+    assert command(monkeypatch, folder, "--only", "drift,cka-global", "--output", output) == 2
+    line = capsys.readouterr().err.strip()
+    assert "no client of the run stores a model" in line
+    assert "\n" not in line
+    assert not output.exists()
+    assert command(monkeypatch, folder, "--only", "drift,vci", "--output", output) == 0
+    assert "only the global model is measured: no client" in caplog.text
+    numbers = json.loads((output / "numbers.json").read_text())["diagnostics"]
+    assert numbers.keys() == {"vci"}
+    assert numbers["vci"].keys() == {"global"}
+    one = [folder, folder / "model.safetensors", "--only", "cka-clients"]
+    assert command(monkeypatch, *one) == 2
+    assert "cka-clients needs two models" in capsys.readouterr().err
+
+
 def test_the_command_says_why_a_model_cannot_be_read(run, monkeypatch, capsys, tmp_path):
     """Of another user's file it was said that there is none."""
     folder = run({"num-rounds": 1})
