@@ -77,7 +77,7 @@ def write_diagnostics(
     if not numbers:
         which = f"of {shortened(subjects)}" if subjects else NO_MODELS
         raise ValueError(
-            f"--only {names}: nothing of this can be measured: {which}: cka-clients needs two "
+            f"--only {names}: none of these can be measured: {which}: cka-clients needs two "
             "models, cka-global and drift need one and a global model"
         )
     if not subjects:
