@@ -15,8 +15,8 @@ client -> server   query     roster: `RosterEntry`
                              each one's
 
 `counted-round` is the client's last accepted round: the last one whose update was aggregated, 0:
-none. `extra` holds what a method sends beside the model (control variates, prototypes) and may be
-empty. Tensors are packed when they leave the process: within it the receiver gets the sender's.
+none. `extra` holds what a method sends alongside the model (control variates, prototypes) and may
+be empty. Tensors are packed when they leave the process: within it the receiver gets the sender's.
 """
 
 import json

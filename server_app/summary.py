@@ -153,7 +153,7 @@ def read_config_file(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         return current, pinned | with_current_names(overrides, warn=False) | then
     except DAMAGE as error:
         fault = f"it has no key {error}" if isinstance(error, KeyError) else error
-        if isinstance(error, TypeError | AttributeError):  # of Python, about indices
+        if isinstance(error, TypeError | AttributeError):  # Python only complains about indices
             fault = 'expected an object with the objects "config" and "overrides"'
         raise ValueError(
             f"{path} is damaged or incomplete: {fault}; put back a copy, or start a new run"

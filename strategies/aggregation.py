@@ -32,7 +32,7 @@ class RunningMean:
     clients send no arrays, the sum is scaled by the total weight over the weight of those that did.
 
     weights: n_i by client, of all that were asked. limits: as `ExactSum`. extra_shares: by client,
-    its weight in the sum of the arrays beside the model; {}: these are not summed.
+    its weight in the sum of the arrays alongside the model; {}: these are not summed.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class RunningMean:
         return self.sum.scaled(self.total / math.fsum(self.weights[c] for c in self.added), like)
 
     def extra_sum(self, like: Arrays) -> Arrays:
-        """The sum of the arrays beside the model, in the dtypes of `like`. Call it once."""
+        """The sum of the arrays alongside the model, in the dtypes of `like`. Call it once."""
         return self.sum.scaled(1.0, like)
 
 

@@ -194,19 +194,19 @@ class Average(Strategy):
         }
 
     def extra(self) -> Arrays:
-        """What all clients are sent beside the model."""
+        """What all clients are sent alongside the model."""
         return {}
 
     def own_extra(self, client: str) -> Arrays:
-        """What only this client is sent beside the model."""
+        """What only this client is sent alongside the model."""
         return {}
 
     def extra_like(self) -> Arrays:
-        """Arrays shaped like all that a client is sent beside the model, from round 2 on."""
+        """Arrays shaped like all that a client is sent alongside the model, from round 2 on."""
         return self.extra()
 
     def expected_extra(self) -> Arrays:
-        """Arrays beside the model with the names, shapes and dtypes of a valid reply's."""
+        """Arrays alongside the model with the names, shapes and dtypes of a valid reply's."""
         return {}
 
     def beside_model(self, reply: TrainReply) -> Arrays:
@@ -234,7 +234,7 @@ class Average(Strategy):
         """Restore what `own_state` returned."""
 
     def state(self) -> Arrays:
-        """The server's state for its checkpoint, beside the model."""
+        """The server's state for its checkpoint, alongside the model."""
         step = {f"step/{name}": array for name, array in self.server_optimizer.state().items()}
         own = {f"own/{name}": array for name, array in returned(self.own_state).items()}
         # one array each for all clients

@@ -17,7 +17,7 @@ from strategies.prototypes import Prototypes
 
 
 class FedProcServer(Average):
-    """Sends the prototypes beside the model; receives class sums and counts."""
+    """Sends the prototypes alongside the model; receives class sums and counts."""
 
     needs_only_average: ClassVar[bool] = True
 

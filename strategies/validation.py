@@ -35,7 +35,7 @@ from protocol.text import in_one_line, shortened
 
 log = logging.getLogger("keel.server")
 MIN_REPLIES_FOR_MEDIAN = 3  # with an update that is not 0; of two, neither is an outlier
-EXTRA_FACTOR = 10.0  # times the cohort's median norm of the arrays beside the model
+EXTRA_FACTOR = 10.0  # times the cohort's median norm of the arrays alongside the model
 OUTLIER = 10  # times the median of the sites' numbers of samples
 MAX_VALUE_RATIO = 1e4  # an array's largest value in a reply over what was sent, or over 1
 MAX_COUNTER_CHANGE = 2**24  # of an integer array from what was sent: more steps than any round has
@@ -368,7 +368,7 @@ def cosine_of(a: Arrays, b: Arrays) -> float:
 
 
 def beyond_median(norms: Mapping[str, float]) -> dict[str, str]:
-    """The clients whose arrays beside the model have more than 10 times the cohort's median norm.
+    """Clients whose arrays alongside the model have more than 10 times the cohort's median norm.
 
     Empty with fewer than three norms above 0, as for `norm-bound`.
     """
@@ -377,8 +377,8 @@ def beyond_median(norms: Mapping[str, float]) -> dict[str, str]:
         return {}
     bound = EXTRA_FACTOR * statistics.median_low(lengths)
     return {
-        client: f"the norm of its arrays beside the model is {length:.4g}, more than {bound:.4g} "
-        f"({EXTRA_FACTOR:g} times the round's median)"
+        client: f"the norm of its arrays alongside the model is {length:.4g}, more than "
+        f"{bound:.4g} ({EXTRA_FACTOR:g} times the round's median)"
         for client, length in norms.items()
         if length > bound
     }

@@ -111,7 +111,7 @@ DECAYS = {"lr_decay": 0.5, "lr_decay_epoch": 0.7}
 
 
 def extra_for(server, client):
-    """All that this client is sent beside the model."""
+    """All that this client is sent alongside the model."""
     return server.extra() | server.own_extra(client)
 
 

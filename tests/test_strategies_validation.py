@@ -109,8 +109,8 @@ def test_the_norm_reference_falls_by_at_most_half_a_round_and_is_restored():
 def test_arrays_beside_the_model_are_bounded_by_ten_times_the_median():
     norms = {"a": 1.0, "b": 2.0, "c": 20.0, "d": 20.1}
     assert beyond_median(norms) == {
-        "d": "the norm of its arrays beside the model is 20.1, more than 20 (10 times the round's "
-        "median)"
+        "d": "the norm of its arrays alongside the model is 20.1, more than 20 (10 times the "
+        "round's median)"
     }
     assert beyond_median({"a": 1.0, "b": 1e9, "c": 0.0}) == {}
 

@@ -37,7 +37,7 @@ def as_json(printed, *words):
 def test_every_method_is_listed_with_its_traffic(printed):
     rows = {row["name"]: row for row in as_json(printed, "methods")}
     assert tuple(rows) == method_names()
-    # from the definitions: SCAFFOLD sends a control variate beside the model, both ways
+    # from the definitions: SCAFFOLD sends a control variate alongside the model, both ways
     assert rows["fedavg"]["traffic"] == 1
     assert rows["local"]["traffic"] == 0
     assert rows["scaffold"]["traffic"] == 2

@@ -15,6 +15,8 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -534,41 +536,40 @@ def test_a_run_that_is_not_running_cannot_be_stopped(two, refusal):
     assert refusal("stop", "one") == "error: one is not running: finished\n"
 
 
+@contextmanager
+def left_over(name: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that a killed `keel run --engine flower` of this run left behind."""
+    folder, mark = engine_folder(name), f"left-over-{name}"
+    folder.mkdir(parents=True)
+    (folder / "mark").write_text(mark)
+    with subprocess.Popen(["sleep", "100"], env=os.environ | {MARK: mark}) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def test_stop_ends_the_superlink_of_a_killed_keel_run_after_its_run_has_finished(
     two, tmp_path, printed, monkeypatch, refusal
 ):
     monkeypatch.setenv("KEEL_HOME", str(tmp_path))
-    folder = engine_folder("one")
-    folder.mkdir(parents=True)
-    (folder / "mark").write_text("left-over-1")
-    environment = os.environ | {MARK: "left-over-1"}
-    with subprocess.Popen(["sleep", "100"], env=environment) as process:
-        try:
-            text = printed("stop", str(two / "one"))
-            assert text == "one: finished; ended the Flower processes that it left behind\n"
-            assert process.wait(10)
-        finally:
-            process.kill()
+    with left_over("one") as process:
+        text = printed("stop", str(two / "one"))
+        assert text == "one: finished; ended the Flower processes that it left behind\n"
+        assert process.wait(10)
     assert "one is not running: finished" in refusal("stop", str(two / "one"))
 
 
 def test_stop_ends_a_killed_keel_run_that_has_no_run_directory_yet(
-    two, tmp_path, printed, monkeypatch, refusal
+    tmp_path, printed, monkeypatch, refusal
 ):
     """Flower takes half a minute to start, and the run would begin after that."""
     monkeypatch.setenv("KEEL_HOME", str(tmp_path))
     assert "there is no run 'new'" in refusal("stop", "new")
-    folder = engine_folder("new")
-    folder.mkdir(parents=True)
-    (folder / "mark").write_text("left-over-2")
-    environment = os.environ | {MARK: "left-over-2"}
-    with subprocess.Popen(["sleep", "100"], env=environment) as process:
-        try:
-            text = printed("stop", "new")
-            assert text == "new: had not started; ended the Flower processes that it left behind\n"
-            assert process.wait(10)
-        finally:
-            process.kill()
+    with left_over("new") as process:
+        text = printed("stop", "new")
+        assert text == "new: had not started; ended the Flower processes that it left behind\n"
+        assert process.wait(10)
     assert "there is no run 'new'" in refusal("stop", "new")
 
 

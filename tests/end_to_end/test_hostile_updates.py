@@ -205,7 +205,7 @@ def enormous(value):
 
 
 def enormous_beside(reply: TrainReply, sent: Arrays) -> TrainReply:
-    """One number beside the model is."""
+    """One number alongside the model is."""
     name = max(reply.extra, key=lambda k: reply.extra[k].numel())
     array = reply.extra[name].clone()
     array.view(-1)[3] = 3e38
@@ -260,7 +260,7 @@ def test_a_control_variate_of_a_hundred_times_the_median_is_rejected(sites, tmp_
     grid = HostileGrid(sites, spoil)
     for line in history_of(run(grid, tmp_path, method="scaffold", norm_bound="median")):
         assert line["participants"] == HONEST
-        assert "its arrays beside the model" in line["left_out"][HOSTILE]
+        assert "its arrays alongside the model" in line["left_out"][HOSTILE]
 
 
 def test_counts_beside_the_model_are_those_of_the_roster(sites, tmp_path):

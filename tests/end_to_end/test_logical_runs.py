@@ -46,8 +46,8 @@ from strategies.average import TooFewRepliesError
 from strategies.fedpac import FedPACServer
 
 KEYS = {"fraction-train": 0.5, "local-test-fraction": 0.2, "num-rounds": 3}
-# an objective, a stateful one, a procedure with arrays beside the model, a personal one, one whose
-# server sends each client something of its own; and one under a server optimizer with state
+# an objective, a stateful one, a procedure with arrays alongside the model, a personal one, one
+# whose server sends each client something of its own; and one under a server optimizer with state
 CASES = {
     "fedavg": {},
     "moon": {},
