@@ -112,8 +112,8 @@ class StateFolder:
     run_directory: of a simulation, whose workers may train a client while another is late with it.
     run_id: the id of a deployment's run; another run directory may have its name. "": none, as in a
     simulation.
-    reads_only: `load` renames no damaged version, ignores `reset-state`, and returns {} where it
-    would raise ResetNeeded for lost state.
+    reads_only: `load` raises ValueError for a damaged version, ignores `reset-state`, and returns
+    {} where it would raise ResetNeeded for lost state.
     """
 
     def __init__(
@@ -173,8 +173,7 @@ class StateFolder:
                     )
                 return groups
             if self.reads_only:
-                log.warning("%s is damaged", path)
-                continue
+                raise ValueError(f"{path} is damaged: restore it from a backup")
             path.rename(path.with_suffix(".damaged"))
             log.warning("%s is damaged and was renamed to *.damaged", path)
         if self.reads_only:

@@ -20,7 +20,7 @@ from server_app.diagnostics.plots import plot_models
 from server_app.history import finite_or_null
 from server_app.run_directory import check_opens, read_arrays
 from server_app.summary import read_run_config
-from server_app.trained import check_is_as_written, check_rounds, read_model
+from server_app.trained import NoPersonalModel, check_is_as_written, check_rounds, read_model
 
 log = logging.getLogger("keel.server")
 
@@ -100,12 +100,12 @@ def write_diagnostics(
 
 
 def clients_with_models(run_dir: Path) -> list[str]:
-    """The clients of the run whose own model can be loaded."""
+    """The clients of the run that store a model. ValueError if one cannot be read."""
     found = []
     for path in sorted((run_dir / "clients").glob("*")):
         try:
             read_model(run_dir, client=path.name)
-        except ValueError:
+        except NoPersonalModel:
             continue
         found.append(path.name)
     return found

@@ -42,6 +42,10 @@ END = 2**31  # after every round
 OWN_STATE = "state/own/"  # prefix in a checkpoint of the state of the method's server half
 
 
+class NoPersonalModel(ValueError):
+    """This client of the run stores no model of its own."""
+
+
 @dataclass(frozen=True)
 class TrainedModel:
     """A network in eval mode, the normalisation of its input and the names of its outputs."""
@@ -135,7 +139,10 @@ def check_rounds(path: Path) -> None:
 
 
 def read_model(path: Path, client: str = "") -> TrainedModel:
-    """As `load_model`, whichever round the model is of. ValueError if the run has no such model."""
+    """As `load_model`, whichever round the model is of. ValueError if it cannot be read.
+
+    NoPersonalModel if the client has none.
+    """
     if not (path / "model.safetensors").is_file():
         why = "it is not a run that has ended"
         if has_finished(path):
@@ -154,7 +161,7 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
     if client:
         method = method_of(config)
         if method.is_tuned_for_evaluation() and method.depends_on_num_rounds():
-            raise ValueError(
+            raise NoPersonalModel(
                 f"client = {client!r}: the personal heads were tuned for the last evaluation "
                 f"({config.rounds.method}.final-head-epochs > 0) and are not stored"
             )
@@ -181,7 +188,7 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
                 )
             if not method.is_personal:
                 why = f"{config.rounds.method} trains a global model only: leave out the client"
-            raise ValueError(f"client = {client!r}: {why}")
+            raise NoPersonalModel(f"client = {client!r}: {why}")
         if method.is_tuned_for_evaluation():
             log.warning(
                 "%s's model is as training left it: the fine-tuning for evaluation is not stored",

@@ -109,15 +109,15 @@ def test_a_finished_run_without_its_model_is_not_said_to_be_unfinished(trained):
         load_model(trained)
 
 
-def test_a_damaged_state_of_a_client_is_named_and_left_as_it_is(run, caplog):
-    folder = run({"method": "fedreco", "local-test-fraction": 0.2, "num-rounds": 1})
-    client = history_of(folder)[0]["participants"][0]
-    [state] = (folder / "clients" / client).glob("round-*")
-    state.write_bytes(b"damaged")
-    with pytest.raises(ValueError, match=f"client = '{client}': there is no personal model"):
-        load_model(folder, client)
-    assert f"{state} is damaged" in caplog.messages
-    assert [path.name for path in (folder / "clients" / client).glob("round-*")] == [state.name]
+def test_a_damaged_state_of_a_client_is_named_and_left_as_it_is(run):
+    """The version before it was used, with a warning."""
+    keys = {"method": "fedreco", "local-test-fraction": 0.2, "fraction-train": 1}
+    folder = run(keys | {"num-rounds": 2})
+    [old, new] = sorted((folder / "clients" / "client-0001").glob("round-*"))
+    new.write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=f"^{new} is damaged: restore it from a backup$"):
+        load_model(folder, "client-0001")
+    assert sorted((folder / "clients" / "client-0001").glob("round-*")) == [old, new]
 
 
 def test_a_client_of_a_method_without_personal_models_has_none(trained):

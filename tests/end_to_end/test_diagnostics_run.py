@@ -362,6 +362,20 @@ def test_the_command_refuses_a_global_model_that_was_changed(run, monkeypatch, c
     assert not output.exists()
 
 
+@pytest.mark.parametrize("names", [[], ["client-0001"]])
+def test_the_command_names_a_client_state_that_is_damaged(
+    run, monkeypatch, capsys, tmp_path, names
+):
+    """The client was left out, or said to have no model."""
+    method = {"method": "fedreco", "local-test-fraction": 0.2}
+    folder, output = run({"num-rounds": 1, **method}), tmp_path / "out"
+    [state] = (folder / "clients" / "client-0001").glob("round-*")
+    state.write_bytes(state.read_bytes()[:-1])
+    assert command(monkeypatch, folder, *names, "--output", output) == 2
+    assert f"{state} is damaged: restore it from a backup" in capsys.readouterr().err
+    assert not output.exists()
+
+
 def test_the_command_reads_a_model_of_keel_0_1(run, monkeypatch, tmp_path):
     folder, output = run({"num-rounds": 1, "method": "fedintr"}), tmp_path / "out"
     arrays = load_file(folder / "model.safetensors")
