@@ -29,7 +29,7 @@ from keel.runs import (
 )
 from protocol.files import digest
 from protocol.text import in_one_line
-from server_app.history import HISTORY_FILE, HistoryReader, curve, load_long_json, parsed_line
+from server_app.history import HISTORY_FILE, HistoryReader, curve, load_json, parsed_line
 from server_app.summary import HEADLINE, SUMMARY_FILE, lost_rounds
 
 ROSTER_FILE, LOG_FILE, AUDIT_FILE = "roster.json", "run.log", "audit.jsonl"
@@ -268,7 +268,7 @@ def read_json(path: Path, max_bytes: int) -> Any:
     try:
         about = path.lstat()
         if stat.S_ISREG(about.st_mode) and about.st_size <= max_bytes:
-            return load_long_json(path.read_bytes())
+            return load_json(path.read_bytes())
     except ANYTHING:
         pass
     return None
