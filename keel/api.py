@@ -8,12 +8,12 @@ run.model().predict(images)
 
 import re
 from collections.abc import Mapping
-from importlib.util import find_spec
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keel.runs import SavedRun, find_run
+from protocol.code import is_installed
 from protocol.config import RENAMED_KEYS, default_config, keel_version
 from protocol.options import OptionValue
 
@@ -64,7 +64,7 @@ class Run:
         A pandas DataFrame with the round as its index if pandas is installed, else a list of dicts.
         """
         rows = self._read(self._saved.rows())
-        if find_spec("pandas") is None:
+        if not is_installed("pandas"):
             return rows
         import pandas  # type: ignore[import-untyped,unused-ignore]
 

@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,12 @@ def code_version(sources: str = "", torch: str = "") -> str:
     """One line naming sources and torch, by default the installed ones; without torch's build."""
     torch = (torch or version("torch")).partition("+")[0]
     return f"sources {sources or sources_digest()}, torch {torch}"
+
+
+def is_installed(package: str) -> bool:
+    """Whether it can be imported. A folder of that name without an __init__.py does not count."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def place_of(function: Callable[..., Any]) -> str:

@@ -12,10 +12,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from protocol.code import is_installed
 from protocol.config import RoundsConfig, keel_home, tracker_names
 from protocol.files import write_atomically
 from protocol.text import in_one_line
@@ -47,7 +47,7 @@ def trackers_of(rounds: RoundsConfig) -> list[RunObserver]:
 def check_trackers(rounds: RoundsConfig) -> None:
     """ValueError, one line, if the package of a tracker in the config is not installed."""
     for name in tracker_names(rounds):
-        if find_spec(name) is None:
+        if not is_installed(name):
             key, off = f"tracker = {rounds.tracker!r}", "tracker=none"
             if name not in rounds.tracker:
                 key, off = "tensorboard = true", "tensorboard=false"

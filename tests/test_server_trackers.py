@@ -7,6 +7,7 @@ import json
 import logging
 import shutil
 import struct
+import sys
 import threading
 
 import pytest
@@ -150,10 +151,19 @@ def test_an_unknown_tracker_is_refused(value):
 
 
 def test_a_tracker_that_is_not_installed_is_refused_before_the_run(monkeypatch):
-    monkeypatch.setattr(server_app.trackers, "find_spec", lambda name: None)
+    monkeypatch.setattr(server_app.trackers, "is_installed", lambda name: False)
     with pytest.raises(ValueError, match=r"tracker = 'wandb': .* pip install wandb .*tracker=none"):
         check_trackers(resolve_config({"tracker": "wandb"}).rounds)
     check_trackers(resolve_config({}).rounds)
+
+
+def test_a_folder_with_a_tracker_s_name_is_not_its_package(tmp_path, monkeypatch):
+    """W&B makes wandb/ in the working directory, which `python -m keel` imports from."""
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(ValueError, match="the package wandb is not installed"):
+        check_trackers(resolve_config({"tracker": "wandb"}).rounds)
 
 
 # --- the real ones -------------------------------------------------------------------------------

@@ -3,12 +3,12 @@
 import io
 import json
 import warnings
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from protocol.code import is_installed
 from protocol.files import write_output
 from server_app.trained import TrainedModel, load_model
 
@@ -35,7 +35,7 @@ def export_model(directory: Path, client: str, to: str, path: Path) -> None:
     The class names are stored with it: as metadata "classes", or as the extra file classes.json.
     ValueError, one line, if a package is missing or the run has no such model.
     """
-    missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
+    missing = [name for name in ("onnx", "onnxscript") if not is_installed(name)]
     if to == "onnx" and missing:
         raise ValueError(f"--to onnx needs {' and '.join(missing)}: pip install 'keel[export]'")
     model = load_model(directory, client)

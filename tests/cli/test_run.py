@@ -151,7 +151,7 @@ def test_what_is_known_beforehand_is_refused_without_a_plan(home, capsys, monkey
     (home / "file").touch()
     (home / "config.toml").write_text('[superlink]\n[superlink.ours]\naddress = "x:1"\n')
     monkeypatch.setenv("FLWR_HOME", str(home))
-    monkeypatch.setattr("server_app.trackers.find_spec", lambda _: None)
+    monkeypatch.setattr("server_app.trackers.is_installed", lambda _: False)
     assert main(["run", *(word.format(home=home) for word in words)]) == 2
     said = capsys.readouterr()
     assert said.err.startswith(f"error: {line.format(home=home)}")

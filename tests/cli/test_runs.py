@@ -3,7 +3,6 @@
 import csv
 import errno
 import fcntl
-import importlib.util
 import json
 import math
 import os
@@ -875,10 +874,7 @@ def test_onnx_gives_the_models_logits(trained, tmp_path):
 
 
 def test_without_the_extra_the_export_says_what_to_install(trained, tmp_path, monkeypatch, refusal):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        "keel.cli.export.find_spec", lambda name: None if "onnx" in name else found(name)
-    )
+    monkeypatch.setattr("keel.cli.export.is_installed", lambda name: False)
     assert refusal("export", str(trained), "--to", "onnx", "-o", str(tmp_path / "m")) == (
         "error: --to onnx needs onnx and onnxscript: pip install 'keel[export]'\n"
     )

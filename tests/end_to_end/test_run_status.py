@@ -173,7 +173,7 @@ def test_a_process_that_ends_where_no_exception_reaches_the_run_still_says_so(tm
 
 
 def test_without_tensorboard_there_is_one_line_that_says_what_to_install(run, monkeypatch):
-    monkeypatch.setattr(server_app.trackers, "find_spec", lambda name: None)
+    monkeypatch.setattr(server_app.trackers, "is_installed", lambda name: False)
     with pytest.raises(ValueError) as caught:
         run(quick | {"tensorboard": True})
     assert str(caught.value).startswith("tensorboard = true: the package tensorboard is not")
