@@ -37,7 +37,10 @@ def export_model(directory: Path, client: str, to: str, path: Path) -> None:
     """
     missing = [name for name in ("onnx", "onnxscript") if not is_installed(name)]
     if to == "onnx" and missing:
-        raise ValueError(f"--to onnx needs {' and '.join(missing)}: pip install 'keel[export]'")
+        raise ValueError(
+            f"--to onnx needs {' and '.join(missing)}: pip install {' '.join(missing)} "
+            "(Keel's extra export)"
+        )
     model = load_model(directory, client)
     classifier = Classifier(model).eval()
     example = torch.zeros(2, *model.network.input_shape)  # a batch of 1 would become a constant

@@ -876,5 +876,6 @@ def test_onnx_gives_the_models_logits(trained, tmp_path):
 def test_without_the_extra_the_export_says_what_to_install(trained, tmp_path, monkeypatch, refusal):
     monkeypatch.setattr("keel.cli.export.is_installed", lambda name: False)
     assert refusal("export", str(trained), "--to", "onnx", "-o", str(tmp_path / "m")) == (
-        "error: --to onnx needs onnx and onnxscript: pip install 'keel[export]'\n"
+        "error: --to onnx needs onnx and onnxscript: pip install onnx onnxscript "
+        "(Keel's extra export)\n"
     )
