@@ -19,7 +19,7 @@ MAX_NAMED_CLASSES = 40
 MAX_COLUMNS = 500  # with more clients, several share one
 MAX_NAME = 24  # characters of a class name
 # a line for each character of a class name, such as a Chinese one; it is drawn as a box
-warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+warnings.filterwarnings("ignore", message="Glyph .* missing from")
 
 
 def plot_label_distribution(
