@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from protocol.code import is_installed
 from protocol.files import write_output
+from protocol.text import in_one_line
 from server_app.trained import TrainedModel, load_model
 
 
@@ -33,7 +34,7 @@ def export_model(directory: Path, client: str, to: str, path: Path) -> None:
     """Write the run's final global model, or a client's personal one; `to` is onnx or torchscript.
 
     The class names are stored with it: as metadata "classes", or as the extra file classes.json.
-    ValueError, one line, if a package is missing or the run has no such model.
+    ValueError, one line, if a package is missing or too old, or the run has no such model.
     """
     missing = [name for name in ("onnx", "onnxscript") if not is_installed(name)]
     if to == "onnx" and missing:
@@ -54,17 +55,23 @@ def export_model(directory: Path, client: str, to: str, path: Path) -> None:
             torch.jit.save(traced, content, _extra_files={"classes.json": classes})
         write_output(path, content.getvalue())
         return
-    import onnx
+    try:
+        import onnx
 
-    program = torch.onnx.export(
-        classifier,
-        (example,),
-        input_names=["pixels"],
-        output_names=["logits"],
-        dynamic_shapes={"pixels": {0: torch.export.Dim("batch")}},
-        verbose=False,
-        dynamo=True,
-    )
+        program = torch.onnx.export(
+            classifier,
+            (example,),
+            input_names=["pixels"],
+            output_names=["logits"],
+            dynamic_shapes={"pixels": {0: torch.export.Dim("batch")}},
+            verbose=False,
+            dynamo=True,
+        )
+    except ImportError as error:  # onnxscript has a module for each version of torch
+        raise ValueError(
+            f"--to onnx: {in_one_line(error)}: the packages may be older than torch "
+            f"{torch.__version__}: pip install --upgrade onnx onnxscript"
+        ) from error
     assert program is not None
     stored = program.model_proto
     onnx.helper.set_model_props(stored, {"classes": classes})

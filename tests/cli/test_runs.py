@@ -879,3 +879,17 @@ def test_without_the_extra_the_export_says_what_to_install(trained, tmp_path, mo
         "error: --to onnx needs onnx and onnxscript: pip install onnx onnxscript "
         "(Keel's extra export)\n"
     )
+
+
+def test_an_onnxscript_that_does_not_fit_torch_is_one_line(trained, tmp_path, monkeypatch, refusal):
+    """As after an upgrade of torch alone."""
+
+    def export(*args, **kwargs):
+        raise ModuleNotFoundError("No module named 'onnxscript.torch_9_9'")
+
+    pytest.importorskip("onnx")
+    monkeypatch.setattr("torch.onnx.export", export)
+    said = refusal("export", str(trained), "--to", "onnx", "-o", str(tmp_path / "m"))
+    assert said.startswith("error: --to onnx: No module named 'onnxscript.torch_9_9'")
+    assert "pip install --upgrade onnx onnxscript" in said
+    assert said.count("\n") == 1
