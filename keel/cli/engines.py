@@ -403,18 +403,23 @@ class FlowerRun:
         threading.Thread(target=self.read, args=[self.process.stdout], daemon=True).start()
 
     def read(self, output: TextIO) -> None:
-        """Copy what flwr prints to the log; learn the run's id and its progress from it."""
-        with self.log_path.open("w") as log:
-            for line in output:
-                log.write(line)
-                log.flush()
-                if not self.run_id and (found := STARTED.search(line)):
-                    self.run_id = found[1]
-                if found := REPLIES.match(line):
-                    self.replies = (found[1], int(found[2]), int(found[3]))
-                self.printed.put(line.rstrip())
-        self.printed.put(None)
-        self.ended.set()
+        """Copy what flwr prints to the log; learn the run's id and its progress from it.
+
+        A full disk costs lines of the log, not the run.
+        """
+        try:
+            with self.log_path.open("wb", buffering=0) as log:
+                for line in output:
+                    with suppress(OSError):
+                        log.write(line.encode())
+                    if not self.run_id and (found := STARTED.search(line)):
+                        self.run_id = found[1]
+                    if found := REPLIES.match(line):
+                        self.replies = (found[1], int(found[2]), int(found[3]))
+                    self.printed.put(line.rstrip())
+        finally:  # else its end would be waited for in vain
+            self.printed.put(None)
+            self.ended.set()
 
     def stop(self) -> None:
         """`flwr stop`, then wait until the run has written its summary and the log has ended."""
