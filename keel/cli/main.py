@@ -131,6 +131,7 @@ def keel(
 class WhileRead:
     """A stream whose output is discarded once nobody reads it (`keel run | head`).
 
+    Other errors, such as a full disk's, name the stream: run directories may be on another disk.
     What its encoding lacks, as ASCII does the bars of `keel watch`, becomes a question mark.
     """
 
@@ -147,6 +148,8 @@ class WhileRead:
         except BrokenPipeError:
             self.discard()
             return len(text)
+        except OSError as error:
+            raise self.named(error) from error
         except UnicodeEncodeError:  # whose own `encoding` is "charmap" for many
             encoding = self.stream.encoding
             return self.write(text.encode(encoding, "replace").decode(encoding))
@@ -157,6 +160,12 @@ class WhileRead:
             self.stream.flush()
         except BrokenPipeError:
             self.discard()
+        except OSError as error:
+            raise self.named(error) from error
+
+    def named(self, error: OSError) -> OSError:
+        """The error with the stream's name, such as <stdout>."""
+        return OSError(error.errno, error.strerror, str(self.stream.name))
 
     def discard(self) -> None:
         """From now on write to nowhere, also what is buffered."""

@@ -136,7 +136,7 @@ def test_output_to_a_full_disk_is_one_line(monkeypatch, capsys, words):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert main(words) == 1
-    assert capsys.readouterr().err == "error: [Errno 28] No space left on device\n"
+    assert capsys.readouterr().err == "error: /dev/full: No space left on device\n"
 
 
 @pytest.mark.end_to_end
