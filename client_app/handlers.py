@@ -54,7 +54,7 @@ from client_app.worker_client import run_and_round
 from data.decoding import ImageFileError
 from models.fixed import is_borrowed
 from protocol.code import line_in_method, place_of
-from protocol.config import config_from_json
+from protocol.config import config_from_json, keel_home
 from protocol.exact_sum import ExactSum
 from protocol.files import private_files
 from protocol.flower_compat import CLIENT_FAILED, GPU_LOST
@@ -232,7 +232,7 @@ def error_reply(error: Exception, message: Message, context: Context) -> Error:
 def without_file_names(reason: str, error: Exception, source: str) -> str:
     """The reason as the server gets it: paths and files of a site may name people.
 
-    source: of the client's node config; its path is left out too.
+    source: of the client's node config; its path is left out too, and Keel's and the user's folder.
     """
     log_has_it = "this client's log names the file"
     if isinstance(error, ImageFileError):
@@ -243,12 +243,14 @@ def without_file_names(reason: str, error: Exception, source: str) -> str:
         return f"{error.nameless} ({log_has_it})"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{type(error).__name__}: {error.strerror} ({log_has_it})"
+    hidden = [(str(keel_home()), "…"), (str(Path.home()), "…")]  # of data-dir, the cache and state
     kind, _, location = source.partition(":")
-    if not location:
-        return reason
-    path = str(Path(os.path.expanduser(location)).absolute())  # with "..", as errors have it
-    hidden = [(path, "…"), (source, f"{kind}:…")]
-    for name, shown in hidden[path == os.sep :]:  # the root is in every path
+    if location:
+        path = str(Path(os.path.expanduser(location)).absolute())  # with "..", as errors have it
+        hidden = [(path, "…"), (source, f"{kind}:…"), *hidden]
+    for name, shown in hidden:
+        if name == os.sep:  # the root is in every path
+            continue
         for spelt in (name, repr(name)[1:-1]):
             reason = reason.replace(in_one_line(spelt, MAX_REASON), shown)
     return reason

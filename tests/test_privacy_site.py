@@ -587,6 +587,17 @@ def test_no_path_and_no_file_name_of_a_site_is_in_an_error(damage, tmp_path, cap
     assert str(folder) in caplog.text
 
 
+@pytest.mark.parametrize("name", ["tiny-imagenet", "mnist"])
+def test_no_path_of_a_published_data_set_is_in_an_error(name, tmp_path, monkeypatch, caplog):
+    home = tmp_path / "Sankt Georg"
+    (home / "data" / "mnist").mkdir(parents=True)  # nothing is downloaded
+    monkeypatch.setenv("KEEL_HOME", str(home))
+    said = site(name, make_config()).ask("query").error.reason
+    assert "…/data/" in said
+    assert "Georg" not in said
+    assert str(home) in caplog.text
+
+
 @pytest.mark.parametrize("name", ["other/../Schmidt", "Sch\\midt", "Sch\"'midt", "Sch\tmidt"])
 def test_no_path_is_in_an_error_however_it_is_spelt(name, tmp_path):
     """With "..", or with characters that Python's repr escapes."""
