@@ -217,7 +217,7 @@ class Ledger:
         source = str(node_config.get("source", ""))
         kind, colon, path = source.partition(":")
         if colon:
-            source = f"{kind}:{Path(path).expanduser().resolve()}"
+            source = f"{kind}:{Path(os.path.expanduser(path)).resolve()}"
         self.data = source or f"partition {node_config.get('partition-id')}"
         self.path = keel_home() / "privacy" / f"{digest(self.data.encode())}.jsonl"
         self.newest = self.path.with_suffix(".newest")  # the digest of its newest line

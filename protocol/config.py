@@ -598,7 +598,7 @@ def _parse(flat: FlatConfig) -> RunConfig:
     for name in ("resume", "output-dir", "data-dir"):
         if not flat[name]:
             continue
-        path = Path(str(flat[name])).expanduser()
+        path = Path(os.path.expanduser(str(flat[name])))  # pathlib's raises for an unknown user
         is_run_name = name == "resume" and len(path.parts) == 1
         if not path.is_absolute() and not is_run_name:
             raise ValueError(

@@ -4,6 +4,7 @@ Imports neither numpy nor torch, so a mistake is refused before either is loaded
 holds one reader for each name.
 """
 
+import os
 from pathlib import Path
 
 from protocol.options import did_you_mean
@@ -33,7 +34,7 @@ def parse_source(spec: str) -> tuple[str, Path | None]:
         raise ValueError(f"source = {spec!r}: expected one of {names}{hint}")
     if not colon:
         return name, None
-    path = Path(location).expanduser()
+    path = Path(os.path.expanduser(location))  # pathlib's raises for an unknown user
     if not path.is_absolute():
         raise ValueError(
             f"source = {spec!r}: PATH must be absolute, because a Flower run has its own working "

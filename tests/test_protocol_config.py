@@ -345,6 +345,13 @@ def test_a_relative_path_is_refused(key):
     assert resolve_config({key: "~/here"}).flat[key] == "~/here"
 
 
+@pytest.mark.parametrize("key", ["resume", "output-dir", "data-dir", "source"])
+def test_the_folder_of_an_unknown_user_is_refused_by_the_key_s_name(key):
+    value = "~no-such-user/x" if key != "source" else "folder:~no-such-user/x"
+    with pytest.raises(ValueError, match=rf"^{key} = '{value}': .*absolute"):
+        resolve_config({key: value})
+
+
 # --- presets --------------------------------------------------------------------------------------
 
 
