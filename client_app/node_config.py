@@ -13,8 +13,9 @@ from client_app.setup import client_indices, open_source
 from client_app.state import StateFolder, max_rounds_ahead, memories, state_file
 from client_app.worker_socket import worker_variable
 from data.sources import ImageSplit, Source
-from protocol.config import RunConfig, keel_home
+from protocol.config import RunConfig, keel_home, refuse_unknown
 from protocol.messages import DatasetSpec, RoundRequest
+from protocol.models import MODELS
 from protocol.text import check_client_name
 
 # accepts every valid `run-name`, and longer names
@@ -66,7 +67,7 @@ def own_splits(
     run's shape too. ValueError, naming what differs, if the two disagree.
     """
     client_name(node_config)  # raises without one, before data is read
-    if "source" in node_config:
+    if node_config.get("source"):
         shape = data.image_shape if config.privacy.withholds_metrics else None
         source = open_source(config, str(node_config["source"]), shape)
         labels = labels_in_run(source, data.class_names)
@@ -74,7 +75,7 @@ def own_splits(
             ImageSplit(split.images, labels[split.labels]) for split in (source.train, source.test)
         )
         return train, test
-    if "partition-id" not in node_config:
+    if "partition-id" not in node_config or "source" in node_config:  # an empty one is no data
         raise ValueError(
             'its node config names no data: add source="folder:PATH" or source="npz:PATH"'
         )
@@ -129,7 +130,9 @@ def _composed(name: str) -> str:
 def own_architecture(config: RunConfig, node_config: NodeConfig) -> str:
     """The name of this client's network, from its node config, `client-models`, or the run's."""
     if "model" in node_config:
-        return str(node_config["model"])
+        name = str(node_config["model"])
+        refuse_unknown("model", name, list(MODELS))
+        return name
     names = config.client_models
     if names and "partition-id" in node_config:
         return names[whole_number(node_config, "partition-id") % len(names)]

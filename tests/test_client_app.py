@@ -615,10 +615,21 @@ def test_a_client_without_a_name_says_how_to_give_it_one(tmp_path):
     assert "source=" in reason
 
 
-def test_a_client_without_data_says_how_to_give_it_some(tmp_path):
-    reason = error_of(Client(make_config(), tmp_path, {"name": "site-a"}).ask("query"))
+@pytest.mark.parametrize("node", [{}, {"source": ""}])  # "": from an unset variable, maybe
+def test_a_client_without_data_says_how_to_give_it_some(node, tmp_path):
+    """With an empty source, a site trained on all data of the run's source, if it was there."""
+    reason = error_of(Client(make_config(), tmp_path, {"name": "site-a"} | node).ask("query"))
     assert reason.startswith("client site-a: its node config names no data: add source=")
     assert 'source="folder:PATH"' in reason
+
+
+@pytest.mark.parametrize("kind", ["query", "train"])
+def test_an_empty_model_in_the_node_config_is_refused_with_the_networks(kind, tmp_path, caplog):
+    node = {"name": "site-a", "source": small_source(), "model": ""}
+    config = make_config(method="fedreco")
+    u_0 = {n: w for n, w in initial(config).items() if not n.startswith("classifier")}
+    assert "model = '' is unknown" in error_of(Client(config, "runs/a", node).ask(kind, 1, u_0))
+    assert all(logged.exc_info is None for logged in caplog.records)
 
 
 @pytest.mark.parametrize(
