@@ -169,7 +169,7 @@ def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
             "'-') or, in a simulation, the path of its directory: this client writes nowhere else"
         )
     max_ahead = max_rounds_ahead(request.config.rounds.checkpoint_interval)
-    base = Path(str(node_config.get("state-dir", "")))
+    base = Path(os.path.expanduser(str(node_config.get("state-dir", ""))))
     names = (*base.parts, run, client) if is_deployed(node_config) else ()
     if taken := [name for name in names if state_file.fullmatch(name)]:
         raise ValueError(

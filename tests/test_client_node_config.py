@@ -83,6 +83,12 @@ def test_the_state_of_a_simulation_is_in_a_run_directory(home, tmp_path):
     assert folder_of(run, **{"state-dir": "/volume"}).as_posix() == "/volume/20260101-moon/site-a"
 
 
+def test_a_state_dir_may_begin_with_the_user_s_folder(home, tmp_path, monkeypatch):
+    """As a source's path may. It was a folder called `~` below the current one."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert folder_of("a", **{"state-dir": "~/disk"}) == tmp_path / "disk" / "a" / "site-a"
+
+
 def test_a_deployed_clients_state_is_that_of_the_runs_id(home, tmp_path):
     for own in ({}, {"state-dir": str(tmp_path / "own")}):
         assert state_of("20260101-moon", **own).run_id == "0a1b"
