@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from client_app.methods import method_of
@@ -260,11 +260,16 @@ def head_from_server(directory: Path, client: str, history: Sequence[Line]) -> A
     newest = newest_version(directory / "checkpoints", END)
     if newest is None:
         raise ValueError(f"{directory / 'checkpoints'} is empty: it may have had {client}'s head")
+    damage = f"{newest} is damaged and may have {client}'s head: restore it"
     if digest(newest.read_bytes()) not in newest.name:
-        raise ValueError(f"{newest} is damaged and may have {client}'s head: restore it")
-    with safe_open(newest, framework="pt") as file:
-        prefix = f"{OWN_STATE}{client}/head."
-        names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
-        if names:
-            check_is_newest(newest, client, history)
-        return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+        raise ValueError(damage)
+    prefix = f"{OWN_STATE}{client}/head."
+    try:
+        with safe_open(newest, framework="pt") as file:
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+            head = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+    except SafetensorError as error:  # damaged before its digest was taken
+        raise ValueError(damage) from error
+    if head:
+        check_is_newest(newest, client, history)
+    return head
