@@ -40,6 +40,7 @@ PRIVATE = ("output-dir", "data-dir", "resume", "run-name")
 MANIFEST = ("code", "data", "keel", "machines", "precision", "simulated", "versions")
 RUN_FILES = ("config.json", "manifest.json", "summary.json", HISTORY_FILE)  # of a run in a zip
 MAX_STATUS = 200  # characters
+MAX_BYTES = 2**30  # of a zip's files, unpacked; a table of a paper has a few million
 COPY_AGAIN = "copy it again from where it was made, or remove it"
 
 
@@ -283,6 +284,14 @@ def reading(path: Path) -> Iterator[zipfile.ZipFile]:
             names = archive.namelist()
             if not any(name.startswith("jobs/") for name in names):
                 raise ValueError(f"{path}: {expected}")
+            if odd := [name for name in names if not is_of_archive(name)]:
+                raise ValueError(f"{path} has {odd[0]!r}, which no archive has; {expected}")
+            num_bytes = sum(about.file_size for about in archive.infolist())  # reads stop there
+            if num_bytes > MAX_BYTES:
+                raise ValueError(
+                    f"{path}: its files have {num_bytes:,} bytes, more than {MAX_BYTES:,}; "
+                    f"{expected}"
+                )
             runs = {name.rpartition("/")[0] for name in names if name.startswith("runs/")}
             needed = {*names, *(f"{run}/{file}" for run in runs for file in RUN_FILES)}
             # histories last, which are checked by the other files
@@ -294,6 +303,13 @@ def reading(path: Path) -> Iterator[zipfile.ZipFile]:
         if path.read_bytes()[:2] != b"PK":
             raise ValueError(f"{path}: {expected}") from error
         raise ValueError(f"{path} is damaged: {error}; {COPY_AGAIN}") from error
+
+
+def is_of_archive(name: str) -> bool:
+    """Whether a file of a zip is called as `pack` calls it: jobs/JOB, or runs/RUN/ATTEMPT/FILE."""
+    top, *parts = name.split("/")
+    is_plain = not {"", ".", ".."} & {*parts}  # no folder, and none elsewhere
+    return is_plain and len(parts) == {"jobs": 1, "runs": 3}.get(top)
 
 
 def fault_in(archive: zipfile.ZipFile, name: str) -> str:

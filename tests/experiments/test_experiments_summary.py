@@ -511,6 +511,26 @@ def test_a_zip_without_a_job_is_no_archive(tmp_path, refusal):
     assert refusal("experiments", "restore", str(path)).startswith(expected)
 
 
+@pytest.mark.parametrize(
+    "name", ["jobs/", "runs/", "runs/a/../config.json", "runs/a/b/.", "../x.json", "/x.json", "x"]
+)
+def test_a_zip_with_a_file_that_no_archive_has_is_refused(name, output, refusal):
+    """A folder was called damaged, or ended in a traceback; a path must lead nowhere else."""
+    (path,) = pack(output, output / "histories")
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(name, "{}")
+    said = refusal("experiments", "restore", str(path), "--output", str(output / "again"))
+    assert said.startswith(f"error: {path} has {name!r}, which no archive has; expected a zip made")
+    assert not (output / "again").exists()
+
+
+def test_a_zip_that_unpacks_to_far_more_is_refused_before_it_is_read(output, refusal, monkeypatch):
+    (path,) = pack(output, output / "histories")
+    monkeypatch.setattr("keel.experiments.archive.MAX_BYTES", 100)
+    said = refusal("experiments", "restore", str(path), "--output", str(output / "again"))
+    assert re.match(f"error: {path}: its files have [0-9,]+ bytes, more than 100; expected", said)
+
+
 def archived(path: Path) -> list[str]:
     """The runs in a zip, by method and seed."""
     with zipfile.ZipFile(path) as archive:
