@@ -68,7 +68,9 @@ def run_command(
     seeds: Annotated[
         int,
         typer.Option(
-            min=0, help="Number of seeds. 0: the recipe's, but at least 6 if values are tried."
+            min=0,
+            max=10_000,
+            help="Number of seeds. 0: the recipe's, but at least 6 if values are tried.",
         ),
     ] = 0,
     set_: Annotated[

@@ -26,6 +26,7 @@ one a column, null for none.
 import itertools
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -47,6 +48,7 @@ from protocol.files import digest
 from protocol.options import OptionValue, did_you_mean
 
 log = logging.getLogger("keel.experiments")
+MAX_COMBINATIONS = 100_000  # of values in rows, columns or under tune; more would hang
 RECIPES = Path(__file__).parent / "recipes"
 CLAIM = re.compile(
     r"(?P<left>.+?) (?P<sign>above|below|within (?P<margin>\d+(\.\d+)?) of) (?P<right>.+?)"
@@ -218,12 +220,13 @@ def _recipe(file: RecipeFile, top: Lines, text: str, path: Path) -> Recipe:
             raise LineError(row.line, f"paper of {row.name} has {found}")
         if len(row.tuned) not in (0, 1, len(columns)):
             raise LineError(row.line, f"tuned of {row.name}: expected one value, or one a column")
+    check_number(len(rows) * len(columns), rows[0].line)
     for kind, entries in (("row", rows), ("column", columns)):
-        names = [entry.name for entry in entries]
+        names = set()
         for entry in entries:
-            if names.count(entry.name) > 1:
-                line = [other.line for other in entries if other.name == entry.name][1]
-                raise LineError(line, f"two {kind}s are called {entry.name!r}")
+            if entry.name in names:
+                raise LineError(entry.line, f"two {kind}s are called {entry.name!r}")
+            names.add(entry.name)
     config_lines = top["config"].lines if top.get("config") else {}
     recipe = Recipe(
         path=path,
@@ -283,10 +286,19 @@ def _grid_axes(file: RecipeFile, top: Lines) -> Iterator[list[Entry]]:
 def _product(axes: Iterator[list[Entry]] | Sequence[list[Entry]]) -> list[Entry]:
     """Each combination of one entry of each axis."""
     axes = list(axes)
+    check_number(math.prod(map(len, axes)), axes[-1][0].line if axes else 1)
     combined = axes[0] if axes else []
     for axis in axes[1:]:
         combined = [_merged(a, b) for a in combined for b in axis]
     return combined
+
+
+def check_number(number: int, line: int) -> None:
+    """LineError for more combinations of values than anybody runs."""
+    if number > MAX_COMBINATIONS:
+        raise LineError(
+            line, f"{number:,} combinations of values: expected at most {MAX_COMBINATIONS:,}"
+        )
 
 
 def _merged(a: Entry, b: Entry) -> Entry:
@@ -310,6 +322,7 @@ def _cells(file: RecipeFile, rows: Sequence[Entry], columns: Sequence[Entry]) ->
     only_last = file.shows == "table" and not read_at and not any(t.reads_earlier for t in takes)
     for row, (number, column) in itertools.product(rows, enumerate(columns)):
         both = _merged(column, row)
+        check_number(math.prod(map(len, both.tune.values())), row.line or column.line)
         values = itertools.product(*both.tune.values())
         candidates = [dict(zip(both.tune, each, strict=True)) for each in values]
         best = row.tuned[number % len(row.tuned)] if row.tuned else None

@@ -27,6 +27,8 @@ from protocol.options import OptionValue, did_you_mean
 RUNNER_KEYS = {"seed", "resume", "output-dir", "run-name"}
 ENTRY_KEYS = ("of", "take", "at", "tune", "tuned", "paper")
 MAX_SHOWN = 80  # characters of a refused value
+MAX_SEEDS = 10_000
+MAX_VALUES = 1_000_000  # of a file, each as often as YAML's aliases repeat it
 
 
 class LineError(ValueError):
@@ -142,10 +144,13 @@ def _config_keys(value: object) -> object:
 
 
 def _seeds(value: object) -> object:
-    seeds = list(range(value)) if type(value) is int else value
+    seeds = list(range(value)) if type(value) is int and value <= MAX_SEEDS else value
     are_valid = isinstance(seeds, list) and all(type(s) is int and s >= 0 for s in seeds)
     if not are_valid or not seeds or len(set(seeds)) < len(seeds):  # type: ignore[arg-type, call-overload]
-        raise ValueError("expected a number >= 1, or a list of different seeds >= 0")
+        raise ValueError(
+            f"expected how many, a number >= 1 and <= {MAX_SEEDS}, or a list of different seeds >= "
+            "0, such as [42]"
+        )
     return seeds
 
 
@@ -219,13 +224,41 @@ class RecipeFile(Reading):
     headlines: Texts = []
 
 
+def num_values(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
+    """How many values a part of the file has, each as often as aliases repeat it.
+
+    known: of the parts that were counted; one within itself counts once, and is refused later.
+    """
+    if node not in known:
+        known[node] = 1
+        parts = [] if isinstance(node, yaml.ScalarNode) else node.value
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in parts for part in pair]
+        known[node] += sum(num_values(part, known) for part in parts)
+    return known[node]
+
+
+def loaded(text: str) -> Any:
+    """What is in the YAML file. LineError if aliases repeat values beyond measure."""
+    loader = _Loader(text)  # a SafeLoader
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if num_values(node, {}) > MAX_VALUES:
+            raise LineError(1, f"aliases make more than {MAX_VALUES:,} values of it: repeat fewer")
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
 def read_recipe_file(text: str) -> tuple[RecipeFile, Lines]:
     """The validated file and its mapping with line numbers. LineError for the first mistake."""
     if odd := yaml.reader.Reader.NON_PRINTABLE.search(text):
         line = text.count("\n", 0, odd.start()) + 1
         raise LineError(line, f"not YAML: the character {odd[0]!r} is not allowed")
     try:
-        top = yaml.load(text, _Loader)  # a SafeLoader
+        top = loaded(text)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         has_tab = re.search(r"(?m)^\s*\t", text)

@@ -375,12 +375,29 @@ claims:
 """
 
 
+many = [*range(400)]
+# a thousand million values in a few lines
+laughs = "a0: &a0 [x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 11)
+)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "line", "words"),
     [
+        ("title: x", laughs + "title: *a10", 1, "aliases make more than 1,000,000 values of it"),
+        ("title: x", "title: x\n" + laughs + "notes: *a10", 1, "aliases make more than 1,000,000"),
+        ("title: x", "title: &a [*a]", 1, "not YAML: found unconstructable recursive node"),
         ("title: x", "titel: x", 1, "did you mean title?"),
         ("seeds: 2", "seeds: 0", 2, "a number >= 1"),
         ("seeds: 2", "seeds: [1, 1]", 2, "different seeds"),
+        ("seeds: 2", "seeds: 20261128", 2, "seeds = 20261128: expected how many, a number >= 1 an"),
+        (
+            "two: {method: fedprox}",
+            f"two: {{tune: {{lr: {many}, momentum: {many}}}}}",
+            9,
+            "160,000 combinations",
+        ),
         ("num-clients: 4", "num-client: 4", 3, "did you mean num-clients?"),
         ("num-clients: 4", "seed: 4", 3, "seed is set by the runner"),
         ("alpha: 0.5", "alpha: [0.5, 1]", 5, "a list belongs under grid"),
@@ -544,6 +561,7 @@ def test_runs_that_could_not_start_are_refused_before_the_first(old, new, where,
         ("fedprox.mu: [0.1, 1]", "lines 6 and 4 (fedprox.mu = 0.1; a): fedprox.mu has no effect"),
         ("alpha: [1.0, 2.0]", "line 6: alpha is set by 'a' (line 4)"),
         ("lr: [0.1, 0.1]", "line 6: two rows are called 'lr = 0.1'"),
+        (f"lr: {many}\n  momentum: {many}", "line 7: 160,000 combinations of values: expected at"),
     ],
 )
 def test_an_impossible_grid_is_refused_with_its_line(grid, words, tmp_path):
