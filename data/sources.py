@@ -203,24 +203,30 @@ def _reserve(file: Path) -> None:
 def _open_entry(entry: Path) -> Source:
     try:
         about = open_about(entry)
-        train, test = (
-            ImageSplit(
-                np.load(entry / f"{split}-images.npy", mmap_mode="r"),
-                np.load(entry / f"{split}-labels.npy", mmap_mode="r"),
-            )
-            for split in ("train", "test")
+        return Source(
+            name=about["key"]["source"],
+            train=_open_split(entry, "train"),
+            test=_open_split(entry, "test"),
+            class_names=tuple(about["class_names"]),
+            mean=tuple(map(float, about["mean"])),
+            std=tuple(map(float, about["std"])),
         )
-    except (FileNotFoundError, ValueError, EOFError) as error:
+    except Exception as error:  # numpy raises any of them for a damaged header
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            raise
         advice = "remove it, so that the images are decoded again"
         raise ImageFileError(
             f"{entry} is damaged ({one_line(error)}): {advice}",
             f"an entry of the cache of decoded images is damaged: {advice}",
         ) from error
-    return Source(
-        name=about["key"]["source"],
-        train=train,
-        test=test,
-        class_names=tuple(about["class_names"]),
-        mean=tuple(about["mean"]),
-        std=tuple(about["std"]),
+
+
+def _open_split(entry: Path, name: str) -> ImageSplit:
+    images, labels = (
+        np.load(entry / f"{name}-{part}.npy", mmap_mode="r") for part in ("images", "labels")
     )
+    found = images.dtype, images.ndim, labels.dtype, labels.shape
+    if found != (np.uint8, 4, np.int64, images.shape[:1]):
+        kinds = (f"{each.dtype} {list(each.shape)}" for each in (images, labels))
+        raise ValueError(f"{name}-images and -labels are {' and '.join(kinds)}")
+    return ImageSplit(images, labels)

@@ -267,6 +267,28 @@ def test_a_damaged_entry_is_named(load, tmp_path, name, is_there):
     assert rejected(load, spec).startswith(f"{entry} is damaged (")
 
 
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("about.json", lambda content: b"{}"),
+        ("about.json", lambda content: b"[]"),
+        ("about.json", lambda content: content.replace(b'"std": [', b'"std": [[], ')),
+        ("train-images.npy", lambda content: content.replace(b"), }", b" , }")),
+        ("test-labels.npy", lambda content: content.replace(b"<i8", b"<i4")),
+        ("test-labels.npy", lambda content: content.replace(b"(2,)", b"(1,)")),
+    ],
+)
+def test_an_entry_with_a_damaged_header_is_named(load, tmp_path, name, damage):
+    """It ended in a traceback, or was read as other labels."""
+    spec = make_folder(tmp_path / "mine", random_images(2, 30, 30))
+    load(spec)
+    entry = tmp_path / "cache" / entries(tmp_path)[0]
+    before = (entry / name).read_bytes()
+    assert damage(before) != before
+    (entry / name).write_bytes(damage(before))
+    assert rejected(load, spec).startswith(f"{entry} is damaged (")
+
+
 def test_a_read_only_cache_serves_a_copy_of_the_same_files(load, tmp_path, monkeypatch):
     spec = make_npz(tmp_path / "mine.npz")
     load(spec)
