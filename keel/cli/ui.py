@@ -2,6 +2,7 @@
 
 import secrets
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -53,13 +54,16 @@ def ui(
     from keel.views.server import SuperLinkNodes, create_app, listening, serve
     from keel.views.store import Store
 
-    nodes = None
-    if federation:
-        check_connection(federation)
-        home = Path(tempfile.mkdtemp(prefix="keel-ui-")) if ":" in federation else None
-        nodes = SuperLinkNodes(SuperLinkClient(home, federation, root_certificates).nodes)
+    nodes, home = None, None
     token = secrets.token_urlsafe(24)
-    with listening(port) as at:
+    with ExitStack() as opened:
+        at = opened.enter_context(listening(port))
+        if federation:
+            check_connection(federation)
+            if ":" in federation:  # for Flower's own config
+                folder = tempfile.TemporaryDirectory(prefix="keel-ui-", ignore_cleanup_errors=True)
+                home = Path(opened.enter_context(folder))
+            nodes = SuperLinkNodes(SuperLinkClient(home, federation, root_certificates).nodes)
         store = Store(roots)
         runs = num_of("run", store.runs())
         print(f"http://127.0.0.1:{at.getsockname()[1]}/?token={token}", flush=True)

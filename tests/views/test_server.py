@@ -18,6 +18,7 @@ import httpx
 import pytest
 from views_fixtures import HOSTILE, TOKEN, Pages, damaged_runs
 
+from keel.cli.main import main
 from keel.views.charts import static_file
 from keel.views.server import SuperLinkNodes, listening, run_rows
 from server_app.history import append_history
@@ -420,6 +421,17 @@ def test_the_pages_work_through_another_port_while_the_run_writes(tmp_path):
         finally:
             server.terminate()
             relay.shutdown()
+
+
+def test_the_folder_of_the_connection_to_a_superlink_goes_with_the_server(tmp_path, monkeypatch):
+    folders = []
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(
+        "keel.views.server.serve", lambda app, at: folders.extend(tmp_path.glob("keel-ui-*"))
+    )
+    assert main(["ui", str(tmp_path), "--port", "0", "--federation", "127.0.0.1:1"]) == 0
+    assert len(folders) == 1
+    assert not folders[0].exists()
 
 
 def test_only_this_machine_is_answered():
