@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import math
 import re
 import shlex
 from collections.abc import Iterator
@@ -10,8 +11,14 @@ from pathlib import Path
 import click
 import pytest
 
+from client_app import node_config, worker_server
 from keel.cli import main as command_line
+from keel.deployment import credentials
+from protocol import discrete_gaussian, flower_compat, messages, privacy
 from protocol.config import default_config
+from protocol.flower_compat import reply_bounds, superlink
+from server_app import client_registry, exchange, record
+from strategies import average, validation
 
 repository = Path(__file__).parents[2]
 docs = repository / "docs"
@@ -120,6 +127,59 @@ def test_commands_options_and_keys_are_known(page: str, words: list[str]) -> Non
             key for key in keys if key != "KEY" and key.partition(".")[0] not in tutorial_methods
         ]
         assert set(keys) <= default_config().keys()
+
+
+# --- bounds -------------------------------------------------------------------------------------
+
+MIB, log2 = 2**20, math.log2
+MAX_OBJECT = flower_compat.MAX_OBJECT_BYTES / MIB
+QUERY_S = client_registry.QUERY_TIMEOUT_S
+RECORD, ARRAY = validation.RECORD_BYTES / MIB, validation.ARRAY_BYTES / 2**10
+bounds = {
+    "concepts/privacy.md": [
+        ("the expected arrays, plus {} KiB for each and {} MiB", ARRAY, RECORD),
+        ("An object may have at most {} MiB", MAX_OBJECT),
+        ("one above {} MiB is not read at all", 2 * MAX_OBJECT),
+        ("with at most {} objects plus one per MiB", reply_bounds.MAX_OBJECTS),
+        ("at most {} times the largest of the same array", validation.MAX_VALUE_RATIO),
+        ("integer arrays up to 2^{}", log2(messages.MAX_INTEGER)),
+        ("at most 2^{} away from what was sent", log2(validation.MAX_COUNTER_CHANGE)),
+        ("| metrics | {}, with names of 1 to 64", messages.MAX_METRICS),
+        ("records at most {} loss terms", record.MAX_LOSS_TERMS),
+        ("at most 10^{} a class", math.log10(messages.MAX_COUNT)),
+        ("samples above {} times the median (*outlier*)", validation.OUTLIER),
+        ("also {} times the cohort's median norm", validation.EXTRA_FACTOR),
+        ("| roster entry | 2^{} characters", log2(messages.MAX_ROSTER_CHARACTERS)),
+        ("device {} characters each", messages.MAX_TEXT),
+        ("lists {} entries", messages.MAX_COUNTS),
+        ("a request must be complete within {} seconds", worker_server.io_limit_s),
+        ("({} GiB for all connections together)", worker_server.max_held_bytes / 2**30),
+        ("g is at most sigma / 2^{}", log2(privacy.STEPS_PER_DEVIATION)),
+        ("at most clip-norm / (2^{} sqrt(entries))", log2(privacy.STEPS_PER_ENTRY)),
+        ("within 2^{} of the exact distribution", log2(discrete_gaussian.SAMPLER_DISTANCE)),
+    ],
+    "concepts/failures.md": [
+        ("at most {} s (always up to {} s if a client is missing)", QUERY_S, QUERY_S),
+        ("away for more than {} seconds", superlink.absence_s),
+        ("away for more than {} seconds", exchange.SILENCE_S),
+        ("it waits {} seconds for all clients", client_registry.RETURN_TIMEOUT_S),
+        ("at most {} folders deep", node_config.MAX_DEPTH),
+    ],
+    "concepts/architecture.md": [
+        ("again if it returns within {} seconds", exchange.RETURN_TIMEOUT_S),
+        ("more than {} MiB", average.STREAM_BYTES / MIB),
+    ],
+    "how-to/deployment.md": [("will expire within {} days", credentials.min_validity.days)],
+}
+
+
+@pytest.mark.parametrize(("page", "sentences"), bounds.items(), ids=bounds)
+def test_bounds_on_the_pages_are_those_of_the_code(
+    page: str, sentences: list[tuple[str, float]]
+) -> None:
+    text = " ".join((docs / page).read_text().split())
+    for sentence, *values in sentences:
+        assert sentence.format(*(f"{value:,.10g}" for value in values)) in text
 
 
 # --- language -----------------------------------------------------------------------------------
