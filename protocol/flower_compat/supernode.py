@@ -18,8 +18,10 @@ Flower 1.39 has no option, and no public way, for any of these:
 
 import functools
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +39,7 @@ from flwr.supernode.nodestate.in_memory_nodestate import CLIENT_APP_CRASHED_ERRO
 from protocol.flower_compat import log_in_one_line, replace
 from protocol.flower_compat.reply_bounds import is_complete
 
-poll_s = float(os.environ.get("KEEL_POLL_S") or 0.25)
+default_poll_s = 0.25
 arrays_timeout_s = 30.0
 activation_hint = (
     "If the SuperLink knows the key but cannot activate the SuperNode, another SuperNode with this "
@@ -139,9 +141,19 @@ class AnsweringNodeState(InMemoryNodeState):
             self.object_store.delete(message_id)
 
 
+def longest_wait_s() -> float:
+    """$KEEL_POLL_S. Ends the process, with one line, unless it is a number of seconds above 0."""
+    text = os.environ.get("KEEL_POLL_S") or str(default_poll_s)
+    with suppress(ValueError):
+        if (seconds := float(text)) > 0:
+            return seconds
+    sys.exit(f"error: KEEL_POLL_S = {text!r}: expected a number of seconds > 0")
+
+
 def main() -> None:
     """As `flower-supernode`, with the same options."""
     log_in_one_line()
+    poll_s = longest_wait_s()
     short = SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, poll_s)))
     replace(client_loop, "time", short, time)
     pull = functools.partial(pull_objects, max_time=arrays_timeout_s)

@@ -15,7 +15,7 @@ from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectSto
 from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 
 from protocol.flower_compat import assign_message_id
-from protocol.flower_compat.supernode import AnsweringNodeState
+from protocol.flower_compat.supernode import AnsweringNodeState, longest_wait_s
 
 run_id = 7
 
@@ -217,3 +217,10 @@ def test_a_supernode_that_gave_up_ends_although_a_thread_of_it_goes_on():
     )
     assert done.returncode == 1
     assert "lost the SuperLink" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("text", ["a quarter", "0", "-1", "nan"])
+def test_an_interval_that_is_no_number_of_seconds_is_refused_in_one_line(monkeypatch, text):
+    monkeypatch.setenv("KEEL_POLL_S", text)
+    with pytest.raises(SystemExit, match=f"^error: KEEL_POLL_S = '{text}': expected a number"):
+        longest_wait_s()
