@@ -29,6 +29,7 @@ def test_the_image_has_the_project_requirements_without_simulation():
 def test_services_run_unprivileged_restart_and_are_on_networks_that_exist(name):
     for service in files[name]["services"].values():
         assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
         assert service["restart"] == "unless-stopped"
         assert service["user"] == "${KEEL_UID:-10001}"
         assert set(service.get("networks", [])) <= files[name]["networks"].keys()
@@ -162,6 +163,12 @@ def test_data_is_mounted_read_only():
         assert [m.endswith(":ro") for m in volumes if ":/data" in m] == [True]
 
 
+@pytest.mark.parametrize("name", files)
+def test_credentials_are_mounted_read_only(name):
+    for service in files[name]["services"].values():
+        assert all(v.endswith(":ro") for v in service["volumes"] if ":/credentials" in v)
+
+
 def test_the_http_api_is_published_on_this_machine_alone_unless_asked():
     for name in ("server", "local"):
         ports = files[name]["services"]["superlink"]["ports"]
@@ -200,6 +207,17 @@ def test_every_environment_variable_is_documented_in_one_place():
             if path.is_file():
                 used |= set(re.findall(r"\bKEEL_[A-Z][A-Z_]*[A-Z]\b", path.read_text()))
     assert used == documented
+
+
+def test_defaults_of_variables_are_as_documented():
+    [page] = (app_folder / "docs").rglob("environment.md")
+    rows = re.findall(r"^\| `(KEEL_\w+)` \| (\S.*?) \|", page.read_text(), re.M)
+    for variable, documented in rows:
+        for name in ("server", "client"):
+            text = (docker / f"compose.{name}.yml").read_text()
+            for default in set(re.findall(rf"\$\{{{variable}:-([^}}]+)\}}", text)):
+                is_set_by_make = variable in ("KEEL_CREDENTIALS", "KEEL_DATA", "KEEL_UID")
+                assert is_set_by_make or documented == f"`{default}`", variable
 
 
 def test_the_documentation_runs_only_commands_that_the_image_has():
