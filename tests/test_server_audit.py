@@ -103,6 +103,13 @@ def test_an_edited_line_with_a_digest_of_its_own_is_found_by_the_next(log):
     assert "3 lines, expected 5: its end was changed" in audit_problem(log.parent, end)
 
 
+def test_a_line_that_was_added_after_the_end_is_found_unless_the_run_was_resumed(log):
+    end = audit_end(log.parent)
+    AuditLog(log.parent).note("joined", client="b", node=7)  # fits the chain
+    assert audit_problem(log.parent, end) == "audit.jsonl: 6 lines, expected 5: its end was changed"
+    assert audit_problem(log.parent, end, is_resumed=True) == ""
+
+
 def test_an_end_that_was_cut_off_during_the_run_is_found_by_the_history(log):
     append_history(log.parent / "history.jsonl", {"round": 4, **HISTORY})
     lines = log.read_text().splitlines(keepends=True)
