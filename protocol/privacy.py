@@ -96,7 +96,8 @@ def privacy_statement(privacy: PrivacyConfig, num_entries: int, releases: int) -
             ),
             "covers": "the clipped and noised arrays of every reply",
             "public": "numbers of training and test samples, names of the classes that occur, "
-            "whether all samples can be read, network, versions, device, when it answers",
+            "whether all samples can be read, network, versions, device, whether its state was "
+            "restored from an old backup and from which round, when it answers",
             "withheld": measured if privacy.withholds_metrics else [],
             "exempt": [] if privacy.withholds_metrics else measured,
         },
