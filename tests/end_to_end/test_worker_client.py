@@ -287,7 +287,7 @@ def test_a_message_whose_sender_has_ended_is_not_worked_on(handed_over, tmp_path
     )
     first.start()
     wait_until_busy(handed_over)
-    second = Client(config_with(round_timeout=0.05), tmp_path / "second")
+    second = Client(config_with(round_timeout=1.0), tmp_path / "second")
     assert second.ask("train", 1, initial(config)).has_error()  # gave up while it waited
     first.join(250)
     assert not Client(config, tmp_path).ask("query").has_error()
