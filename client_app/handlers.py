@@ -243,7 +243,7 @@ def without_file_names(reason: str, error: Exception, source: str) -> str:
         return f"{error.nameless} ({log_has_it})"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{type(error).__name__}: {error.strerror} ({log_has_it})"
-    hidden = [(str(keel_home()), "…"), (str(Path.home()), "…")]  # of data-dir, the cache and state
+    hidden = [(str(keel_home()), "…"), (os.path.expanduser("~"), "…")]  # data-dir, cache, state
     kind, _, location = source.partition(":")
     if location:
         path = str(Path(os.path.expanduser(location)).absolute())  # with "..", as errors have it
