@@ -27,7 +27,7 @@ MAX_LABEL = 24  # characters of a client's name beside an axis
 MAX_LONG_REFERENCES = 4  # of a chart: more are drawn near their round only
 MAX_WHOLE_LEGEND = 8  # curves: the legend of more scrolls if it needs more than LEGEND_SHARE
 LEGEND_SHARE = 0.25  # of a chart's height; Plotly's default is half
-BAND_ALPHA = "26"  # hex
+BAND_ALPHA = 0.15
 SCALE = "Cividis"  # perceptually uniform, the same for the colour-blind
 
 
@@ -92,6 +92,12 @@ def layout(x: str, y: str, **more: Any) -> dict[str, Any]:
     }
 
 
+def translucent(colour: str) -> str:
+    """The colour, #RRGGBB, of a band. Plotly takes #RRGGBBAA as well, but only from version 7."""
+    red, green, blue = bytes.fromhex(colour.removeprefix("#"))
+    return f"rgba({red}, {green}, {blue}, {BAND_ALPHA})"
+
+
 def curves(
     found: Iterable[Curve], x: str, y: str, log_x: bool = False, log_y: bool = False,
     max_points: int = MAX_POINTS,
@@ -117,7 +123,7 @@ def curves(
             edges += [rounded(curve.y[i] - s) for i, s in reversed(inside)]
             band: dict[str, Any] = {
                 **{"type": "scatter", "mode": "lines", "x": around + around[::-1], "y": edges},
-                **{"fill": "toself", "fillcolor": colour + BAND_ALPHA, "line": {"width": 0}},
+                **{"fill": "toself", "fillcolor": translucent(colour), "line": {"width": 0}},
             }
             band |= {"hoverinfo": "skip", "showlegend": False, "legendgroup": group}
             data.append(band | {"uid": f"{uid}-band"})
