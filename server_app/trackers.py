@@ -266,8 +266,13 @@ class WandbRun:
         self.directory = info.directory
 
     def on_round(self, line: Line) -> None:
-        """Log the round's metrics."""
-        self.run.log({"round": line["round"], **figures(line)})
+        """Log the round's metrics.
+
+        The step is the round's number. Offline, a resumed run would count from 0 again, and W&B
+        joins the parts of a run only if their steps differ.
+        """
+        values = {"round": line["round"], **figures(line)}
+        self.run.log(values, step=line["round"], commit=True)
 
     def on_run_end(self, summary: Mapping[str, Any]) -> None:
         """Save the files and end the run."""
