@@ -14,7 +14,8 @@ of entries; the logits count as the last layer, which the CNN needs for M = 7.
 The paper compares the layers' own outputs. FedIntR's code, which produced the FedCKA rows of
 FedIntR's tables, compares them after projection heads (`projection = "mlp-side"`). If a client is
 first sampled after round 1, that code uses the run's initial weights as its previous model
-(`first-use = "initial"`).
+(`first-use = "initial"`). Otherwise the regulariser is left out at a client's first participation,
+as it is constant; projection heads then stay as received, without weight decay.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -10,7 +10,7 @@ Where the paper leaves a choice open, this follows the authors' code: the cosine
 the batch before eqs. (2) and (4) (`reduction = "sample"`: the equations per sample, then the mean),
 and gradient flows through alpha_k (`detach = true` stops it). `layer-weights = "average"` is
 eq. (6), Table V. At a client's first participation z_p = z_g, so l_k is the constant log 2 and the
-regulariser is left out.
+regulariser is left out. The projection heads then stay as received, without weight decay.
 
 The code differs from the paper in three ways, each available as an option. A client that is first
 sampled after round 1 has the run's initial model as its previous one (`first-use = "initial"`).

@@ -13,9 +13,9 @@ Either projection is averaged like the rest of the model. `reduction = "batch"`,
 code, averages the cosines over the batch before eq. (3).
 
 At a client's first participation the previous model is the global model (`first-use = "received"`),
-so the term is the constant mu log 2 and is left out. A client that is first sampled after round 1
-has the run's initial model instead with "initial" (FedIntR's code), and random weights with
-"official" (MOON's code).
+so the term is the constant mu log 2 and is left out; a projection head of "mlp-side" then stays as
+received, without weight decay. A client that is first sampled after round 1 has the run's initial
+model instead with "initial" (FedIntR's code), and random weights with "official" (MOON's code).
 """
 
 from collections.abc import Mapping

@@ -5,7 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from client_fixtures import batch_of
+from client_fixtures import (
+    assert_same_bits,
+    batch_of,
+    differ,
+    initial,
+    make_config,
+    train,
+)
+from method_fixtures import MOVING
 from printed_formulas import cosine
 from torch import nn
 
@@ -158,6 +166,27 @@ def test_first_participation_has_no_effect(layer_weights, reduction):
     assert penalty.item() == pytest.approx(math.log(2), rel=1e-12)
     assert all(h.grad.abs().max() < 1e-12 for h in outputs)
     assert all(p.grad.abs().max() < 1e-12 for p in local.projection_heads.parameters())
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"method": "fedintr"},
+        {"method": "moon", "moon__projection": "mlp-side"},
+        {"method": "fedcka", "fedcka__projection": "mlp-side"},
+    ],
+    ids=lambda keys: keys["method"],
+)
+def test_projection_heads_stay_as_received_at_a_first_participation_alone(keys):
+    config = make_config(**keys, **MOVING)
+    w, previous = initial(config, seed=5), initial(config, seed=6)
+    heads = {name for name in w if name.startswith("projection_heads.")}
+    first = train(config, number=2, received=w).arrays
+    assert heads
+    assert_same_bits(first, w, heads)
+    assert set(differ(first, w)) == set(w) - heads
+    second = train(config, number=2, received=w, state={"previous": previous}).arrays
+    assert set(differ(second, w)) == set(w)
 
 
 def test_a_step_against_the_gradient_moves_towards_the_global_representations():
