@@ -3,8 +3,8 @@
 Collins et al., "FedAvg with Fine Tuning", NeurIPS 2022, arXiv 2205.13692.
 Aggregation: weighted average. Client state: none; the tuned model is discarded after evaluation.
 The FedReCo paper does not say what is tuned. The default is the head, for 10 epochs at the run's
-learning rate, with its decays, as in FedRep's and FedCR's code. `part = "full"` tunes the whole
-model; an `lr` above 0 is constant.
+learning rate, with its decays, as in FedRep's and FedCR's code; BatchNorm then uses its running
+statistics. `part = "full"` tunes the whole model; an `lr` above 0 is constant.
 """
 
 from collections.abc import Mapping

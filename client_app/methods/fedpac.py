@@ -8,10 +8,11 @@ f: features (the head's input); p(k): this client's class frequencies; mu_k: its
 features; h[k] = p(k) mu_k; v: the variance of h.
 
 Each round starts from the received extractor: compute h and v; train the head for one epoch at
-`head-lr`, which does not decay; train the extractor for `extractor-epochs` on
-CE + lambda MSE(f, t_y); compute the class means with the trained model. t_y is the global prototype
-of the label or, where there is none, this client's own mean before training. The first round has no
-alignment term. MSE is the mean over batch and features, as in the authors' code.
+`head-lr`, which does not decay, on features in eval mode, as those of h and v; train the extractor
+for `extractor-epochs` on CE + lambda MSE(f, t_y); compute the class means with the trained model.
+t_y is the global prototype of the label or, where there is none, this client's own mean before
+training. The first round has no alignment term. MSE is the mean over batch and features, as in the
+authors' code.
 """
 
 from collections.abc import Mapping, Sequence

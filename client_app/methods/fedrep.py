@@ -6,7 +6,8 @@ Aggregation: average of the extractors, weighted by examples as in the authors' 
 (`weighting = "uniform"` is the paper's). Client state: the head.
 
 Each round loads the received extractor, then trains `head-epochs` on the head and
-`extractor-epochs` on the extractor: 10 + 1 in FedRep's tables, 1 + 1 in FedReCo's.
+`extractor-epochs` on the extractor: 10 + 1 in FedRep's tables, 1 + 1 in FedReCo's. While the head
+is trained, the extractor's BatchNorm uses its running statistics and leaves them as they are.
 `final-head-epochs` tunes the head after the last round; the authors' code uses 10. All heads are
 initialised with the same weights.
 """

@@ -1,6 +1,7 @@
 """FedRep: head, then body, step by step by autograd; only bodies travel."""
 
 import pytest
+import torch
 from client_fixtures import (
     NUM_CLASSES,
     SHAPE,
@@ -49,6 +50,28 @@ def test_fedrep_of_no_body_epochs_leaves_the_body_and_its_statistics(model):
     update = train(config, received=w)
     assert_same_bits(update.arrays, w)
     assert set(differ(update.state["head"], initial(config))) == HEAD
+
+
+def test_fedreps_head_learns_on_the_extractors_running_statistics(in_float64):
+    config = make_config(
+        method="fedrep", fedrep__extractor_epochs=0, model="resnet20", batch_size=15, **MOVING
+    )
+    w, head = body_part(initial(config, seed=5)), head_part(initial(config))
+    network = build_network(config, SHAPE, NUM_CLASSES).eval()
+    network.load_state_dict(w | head)
+    weight, bias = (head[f"classifier.{name}"].double() for name in ("weight", "bias"))
+    velocity = [torch.zeros_like(weight), torch.zeros_like(bias)]
+    for step in batches_of(config, "head", 1):
+        with torch.no_grad():
+            _, (z,) = network.run(step.x, ["features"], to_logits=False)
+        p = (z @ weight.T + bias).softmax(1)
+        error = (p - torch.nn.functional.one_hot(step.y, NUM_CLASSES)) / len(step.y)  # of CE
+        gradients = error.T @ z, error.sum(0)
+        for v, g, a in zip(velocity, gradients, (weight, bias), strict=True):
+            v.mul_(MOVING["momentum"]).add_(g + MOVING["weight_decay"] * a)
+            a -= config.train.lr * v
+    trained = train(config, received=w).state["head"]
+    assert_close(trained, {"classifier.weight": weight, "classifier.bias": bias}, atol=1e-12)
 
 
 def test_fedrep_of_no_head_epochs_is_fedbabu_to_the_bit():
