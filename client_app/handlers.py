@@ -116,10 +116,17 @@ class Turn:
 REFUSALS = (ValueError, PrivacyRefused, ResetNeeded, ImageFileError)
 process_caches, turn = ProcessCaches(), Turn()
 cpu = torch.device("cpu")
-ADVICE = (
-    "Lower lr, set clip-norm above 0, or look in the loss for a gradient that is not finite, such "
-    "as that of sqrt at 0"
-)
+
+
+def advice(rate_keys: Sequence[str] = Method.rate_keys) -> str:
+    """What to change where local training diverges. rate_keys: of the method."""
+    return (
+        f"Lower {' or '.join(rate_keys)}, set clip-norm above 0, or look in the loss for a "
+        "gradient that is not finite, such as that of sqrt at 0"
+    )
+
+
+ADVICE = advice()
 
 
 def forget_data() -> None:
@@ -554,12 +561,12 @@ def measure_training(
     elif not all(map(all_finite, update.state.values())):
         log.warning(
             "round %d: client %s: local training left values that are not finite; the client state "
-            "is unchanged. " + ADVICE,
-            *(request.round, ctx.client),
+            "is unchanged. %s",
+            *(request.round, ctx.client, advice(method.rate_keys)),
         )
         update.state = ctx.state
     sent = [("update", update.arrays), ("extra", update.extra)]
-    refuse_unless_finite([*sent, *update.state.items()], ctx.faults)
+    refuse_unless_finite([*sent, *update.state.items()], ctx.faults, method.rate_keys)
     if request.evaluate:
         metrics |= personal_metrics(method, ctx, update.state)
     update.arrays, update.extra = (on_device(a, cpu) for a in (update.arrays, update.extra))
@@ -699,16 +706,18 @@ def check_state(method: Method, update: Update) -> None:
         )
 
 
-def refuse_unless_finite(groups: Sequence[tuple[str, Arrays]], faults: list[str]) -> None:
+def refuse_unless_finite(
+    groups: Sequence[tuple[str, Arrays]], faults: list[str], rate_keys: Sequence[str]
+) -> None:
     """ValueError if training diverged: a client could never recover from such a state.
 
-    faults: loss terms that were not finite although the weights were.
+    faults: loss terms that were not finite although the weights were. rate_keys: of the method.
     """
     for name, arrays in groups:
         if not all_finite(arrays):
             raise ValueError(
                 f"local training left values that are not finite in {name!r}; the client state is "
-                "unchanged. " + (f"The loss term {faults[0]}" if faults else ADVICE)
+                "unchanged. " + (f"The loss term {faults[0]}" if faults else advice(rate_keys))
             )
 
 

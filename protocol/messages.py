@@ -771,7 +771,7 @@ def out_of_range(arrays: Arrays, limits: Mapping[str, float]) -> str:
         if not largest <= bound:
             return (
                 f"array {name!r} holds {largest:.4g}: the bound on values is {bound:.4g}; lower lr "
-                "if local training diverges"
+                "or the method's own learning rates if training diverges"
             )
     return ""
 

@@ -965,6 +965,13 @@ def test_too_long_a_step_is_not_blamed_on_a_loss_term(tmp_path):
     assert reason.endswith(f"the client state is unchanged. {ADVICE}")
 
 
+def test_too_long_a_step_of_fedreco_names_its_own_learning_rates(tmp_path):
+    config = make_config(method="fedreco", fedreco__eta_u=1e30, fedreco__k_u="3 epochs")
+    u_0 = {n: w for n, w in initial(config).items() if not n.startswith("classifier")}
+    reason = error_of(Client(config, tmp_path).ask("train", 1, u_0))
+    assert "Lower fedreco.eta-u or fedreco.eta-v, set clip-norm above 0" in reason
+
+
 def test_a_damaged_state_is_an_error_and_not_a_fresh_start(tmp_path):
     config = make_config(method="fedreco")
     u_0 = {n: w for n, w in initial(config).items() if not n.startswith("classifier")}
