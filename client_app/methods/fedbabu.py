@@ -7,8 +7,9 @@ run's seed.
 
 For evaluation each client fine-tunes a copy: by default the whole model, for 5 epochs at the
 constant learning rate 0.001, with momentum 0.9 and without weight decay, as in the authors'
-notebook. `fedper-like = true` trains a private head together with the extractor instead, and stores
-the head as client state; this is FedPer, which FedCR's code calls FedBABU.
+notebook; the run's `clip-norm` applies here too. `fedper-like = true` trains a private head
+together with the extractor instead, and stores the head as client state; this is FedPer, which
+FedCR's code calls FedBABU.
 """
 
 from collections.abc import Mapping
