@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -72,7 +73,11 @@ def started_superlink(
         (folder / MARK_FILE).write_text(mark)
         process = subprocess.Popen(
             [
-                *("flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess"),
+                # Keel's, with a database: Flower's would end the run after a suspended machine or a
+                # clock that is set forward, as nobody's heartbeat has come meanwhile
+                *(sys.executable, "-m", "keel.deployment.superlink_server"),
+                *("--database", str(folder / "superlink.db")),
+                *("--insecure", "--simulation", "--isolation", "subprocess"),
                 *("--host", "127.0.0.1", "--port", str(http)),
                 *("--control-api-address", f"127.0.0.1:{control}"),
             ],

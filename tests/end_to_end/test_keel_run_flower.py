@@ -10,7 +10,7 @@ from PIL import Image
 from run_fixtures import SMALL, assert_same_run, keel_run, summary_of
 
 from keel.cli.interrupts import ENDED, STOPPING
-from keel.deployment.simulation import MARK
+from keel.deployment.simulation import MARK, marked_processes
 from keel.runs import SavedRun
 from server_app.inline import run_inline
 from server_app.summary import read_manifest
@@ -63,7 +63,7 @@ def test_a_flower_run_is_stopped_by_ctrl_c_and_resumed_to_the_same_bits(tmp_path
             out += line
             if line.startswith("round    2/1000   personal"):
                 break
-        assert any("flower-superlink" in command for command in started_by(home)), out
+        assert any("superlink_server" in command for command in started_by(home)), out
         process.send_signal(signal.SIGINT)
         rest, err = process.communicate(timeout=120)
     out += rest
@@ -107,13 +107,32 @@ def test_a_second_ctrl_c_ends_a_flower_run_with_all_its_processes_at_once(tmp_pa
 
 
 @pytest.mark.slow
+def test_a_flower_run_outlives_a_suspension_of_all_its_processes(tmp_path):
+    """Flower's SuperLink ended it: no heartbeat had come for more than a minute."""
+    with started(tmp_path, *words, "num-rounds=60", *long_run[-3:]) as process:
+        for line in process.stdout:
+            if line.startswith("round  2/60"):
+                break
+        pids = [process.pid, *marked_processes(f"{process.pid}-")]
+        assert len(pids) > 4
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in pids:
+                os.kill(pid, number)
+            if number == signal.SIGSTOP:
+                time.sleep(100)
+        _, err = process.communicate(timeout=200)
+    assert (process.returncode, err) == (0, "")
+    assert SavedRun(tmp_path / "runs" / "cut").rounds == 60
+
+
+@pytest.mark.slow
 def test_what_a_killed_keel_run_leaves_of_a_flower_run_is_stopped(tmp_path, monkeypatch, printed):
     """Its SuperLink used to stay for good, and `keel stop` named `flwr stop`."""
     with started(tmp_path, *long_run) as process:
         for line in process.stdout:
             if line.startswith("round    2/1000"):
                 break
-    assert any("flower-superlink" in command for command in started_by(tmp_path))
+    assert any("superlink_server" in command for command in started_by(tmp_path))
     monkeypatch.setenv("KEEL_HOME", str(tmp_path))
     assert "after round" in printed("stop", "cut")
     assert_all_end(tmp_path)
