@@ -229,13 +229,14 @@ def follow(job: Job, last_round: int, terminal: Terminal, flower: "FlowerRun") -
     has_begun, has_workers, is_over, replies = False, False, False, flower.replies
     reader = HistoryReader(directory / HISTORY_FILE)
     warnings, manifest = WarningReader(directory), directory / "manifest.json"
-    before = modified_ns(manifest)  # of the attempt that is resumed
+    summary_path = directory / SUMMARY_FILE
+    before = {path: modified_ns(path) for path in (manifest, summary_path)}  # what is resumed
     while not is_over:
         is_over = flower.ended.wait(POLL_S)  # read once more after the end
-        if not has_begun and (directory / SUMMARY_FILE).exists() and flower.run_id:
+        if not has_begun and modified_ns(summary_path) != before[summary_path] and flower.run_id:
             has_begun = True
             terminal.begin(directory, last_round)
-        if has_begun and not has_workers and modified_ns(manifest) > before:
+        if has_begun and not has_workers and modified_ns(manifest) != before[manifest]:
             has_workers = True
             for row in worker_rows(read_manifest(directory), job.gpus_per_client is None):
                 terminal.row(*row)

@@ -299,6 +299,7 @@ def test_following_a_run_reads_each_line_once_and_reports_the_rounds_after_the_l
 
     def wait(seconds):
         new = next(looks)
+        os.utime(run / "summary.json")  # the attempt that is followed has written it
         with (run / "history.jsonl").open("a") as file:
             file.writelines(new)
         return new[-1] is lines[-1]
@@ -310,6 +311,26 @@ def test_following_a_run_reads_each_line_once_and_reports_the_rounds_after_the_l
     assert [number for number, _ in reported] == [2, 3, 4, 5]
     assert "2 left out" in reported[-1][1]
     assert parsed == [line.encode() for line in lines]
+
+
+def test_a_resumed_run_begins_when_its_new_attempt_does(tmp_path):
+    """It began with the summary of the attempt before: the start counted as time of its rounds."""
+    run = make_run(tmp_path / "run", {"method": "fedavg"}, 5, num_written=2)
+    begun, seen = [], []
+    terminal = SimpleNamespace(
+        begin=lambda directory, last_round: begun.append(last_round),
+        on_run_end=lambda summary: None,
+    )
+
+    def wait(seconds):
+        seen.append(list(begun))
+        if len(seen) == 2:
+            os.utime(run / "summary.json")
+        return len(seen) == 3
+
+    flower = SimpleNamespace(ended=SimpleNamespace(wait=wait), run_id="1", replies=("", 0, 0))
+    follow(Job({}, 2, run), 2, terminal, flower)
+    assert (seen, begun) == ([[], [], [2]], [2])
 
 
 @pytest.mark.parametrize("before", ["finished", "failed: of the attempt before"])
@@ -368,6 +389,7 @@ def test_a_flower_runs_workers_and_warnings_are_shown_before_its_rounds(tmp_path
     looks = iter(
         [
             lambda: append(log, f"{head} INFO x run WARNING no\n{head} WARNING differ: [b]"),
+            lambda: os.utime(run / "summary.json"),
             lambda: manifest.write_text(json.dumps({"workers": [worker("a", "cuda:0")]})),
             lambda: append(log, " 100 %\nTraceback\n"),
             lambda: append(run / "history.jsonl", line) or True,
