@@ -19,7 +19,7 @@ from keel.experiments.runs import machines_of
 from protocol.config import config_from_json
 from protocol.files import digest
 from protocol.messages import array_record
-from protocol.text import num_of
+from protocol.text import num_of, printable
 from server_app.audit import AUDIT_FILE, audit_problem
 from server_app.federation import prepare
 from server_app.history import read_history, whole_lines
@@ -52,14 +52,15 @@ def verify(folder: Path, rounds: int, console: Console) -> int:
         raise ValueError(f"{folder} has no manifest.json: it is not a run directory")
     num_failed = num_skipped = 0
     for directory in directories:
-        console.print(escape(str(directory)))
+        console.print(escape(printable(str(directory))))
         if len(directories) > 1 and (reason := unfinished(directory)):
-            console.print(f"  skipped: {escape(reason)}")
+            console.print(f"  skipped: {escape(printable(reason))}")
             num_skipped += 1
             continue
         for check in readable_checks(directory, rounds):
             word = "[green]passed[/]" if check.passed else "[red]failed[/]"
-            console.print(f"  {word} {escape(check.found)}")
+            # a line of its own: files that are verified may say anything
+            console.print(f"  {word} {escape(printable(check.found))}")
             num_failed += not check.passed
     skipped = f", {num_skipped} skipped" if num_skipped else ""
     runs = num_of("run", directories)

@@ -126,6 +126,19 @@ def test_a_damaged_checkpoint_with_fedpacs_heads_is_found_and_not_used(run, is_c
             load_model(folder, "client-0001")
 
 
+def test_what_a_manifest_says_forges_no_line_of_the_checks(tmp_path):
+    """A run directory of someone else's could hide that a check failed."""
+    files = {"config.json": "ab\n  passed \x1b[1A\x1b[2K\u202e[green]passed[/]"}
+    manifest = {"versions": {}, "clients": 1, "simulated": False, "split": "cd", "files": files}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    out = io.StringIO()
+    assert verify(tmp_path, 1, Console(file=out, width=300)) == 1
+    _, *lines, last = out.getvalue().splitlines()
+    assert all(line.isprintable() for line in lines)
+    assert all(line.startswith("  failed ") for line in lines)
+    assert last == f"1 run, {len(lines)} checks failed"
+
+
 def test_data_that_has_changed_is_found(run, tmp_path):
     """Beyond what the first rounds read: one pixel of a test image, evaluated in the last round."""
     images, labels = random_images(40, 28, 28), np.arange(40) % 2
