@@ -22,9 +22,9 @@ from client_app.setup import build_network
 from client_app.state import StateFolder
 from models import StagedModel
 from protocol.files import digest
-from protocol.messages import Arrays
+from protocol.messages import Arrays, DatasetSpec
 from protocol.text import in_one_line, num_of, shortened
-from server_app.history import HISTORY_FILE, Line, whole_lines
+from server_app.history import DAMAGE, HISTORY_FILE, Line, whole_lines
 from server_app.run_directory import read_arrays
 from server_app.summary import (
     has_finished,
@@ -154,9 +154,7 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
     check_is_as_written(path)
     arrays, about = read_arrays(path / "model.safetensors")
     config = read_run_config(path)
-    shape = tuple(int(n) for n in about["shape"].split(","))
-    class_names = tuple(about["classes"].split("\n"))
-    mean, std = (tuple(map(float, about[key].split(","))) for key in ("mean", "std"))
+    data = spec_of(about, path / "model.safetensors")
     name = config.model.model
     if client:
         method = method_of(config)
@@ -204,14 +202,28 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
             f"{config.rounds.method} has no global model: name a client, such as {example} "
             "(--client, or load_model(..., client=...))"
         )
-    network = build_network(config, (shape[0], shape[1], shape[2]), len(class_names), name)
+    network = build_network(config, data.image_shape, data.num_classes, name)
     try:
         network.load_state_dict(arrays)
     except RuntimeError as error:
         raise ValueError(
             f"{path}: its model does not fit its config: {in_one_line(error, 200)}"
         ) from error
-    return TrainedModel(network.eval(), Pixels(mean, std), class_names)
+    return TrainedModel(network.eval(), Pixels(data.mean, data.std), data.class_names)
+
+
+def spec_of(about: Mapping[str, str], path: Path) -> DatasetSpec:
+    """What a model's metadata says of its images and classes; ValueError if it is damaged."""
+    try:
+        channels, height, width = (int(n) for n in about["shape"].split(","))
+        mean, std = (tuple(map(float, about[key].split(","))) for key in ("mean", "std"))
+        if not (len(mean) == len(std) == channels and min(std) > 0):
+            raise ValueError(f"expected a mean and a std above 0 for each of {channels} channels")
+        names = tuple(about["classes"].split("\n"))
+    except DAMAGE as error:
+        fault = f"it has no key {error}" if isinstance(error, KeyError) else in_one_line(error, 200)
+        raise ValueError(f"{path} has damaged metadata: {fault}; restore it") from error
+    return DatasetSpec((channels, height, width), names, mean, std)
 
 
 def check_is_as_written(path: Path) -> None:

@@ -9,6 +9,7 @@ from run_fixtures import history_of, summary_of
 
 import keel
 from client_app.state import StateFolder
+from server_app.run_directory import read_arrays, save_arrays
 from server_app.summary import newest_version
 from server_app.trained import IMAGES_AT_A_TIME, check_rounds, grey, load_model
 
@@ -97,6 +98,30 @@ def test_a_model_that_is_not_the_run_s_is_refused(trained):
     content[-8:] = bytes(8)
     model.write_bytes(content)
     with pytest.raises(ValueError, match=r"model\.safetensors is not as the run wrote it: its di"):
+        load_model(trained)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fault"),
+    [
+        ("shape", None, "it has no key 'shape'"),
+        ("classes", None, "it has no key 'classes'"),
+        ("shape", "1,28", "not enough values to unpack"),
+        ("shape", "1,28,x", "invalid literal for int"),
+        ("shape", [1, 28, 28], "'list' object has no attribute 'split'"),
+        ("mean", "0.1,0.2", "expected a mean and a std above 0 for each of 1 channels"),
+        ("std", "0", "expected a mean and a std above 0 for each of 1 channels"),
+        ("std", "nan", "expected a mean and a std above 0 for each of 1 channels"),
+    ],
+)
+def test_a_model_without_a_manifest_whose_metadata_is_damaged_is_named(trained, key, value, fault):
+    """As one that was copied by itself; it ended in a traceback."""
+    (trained / "manifest.json").unlink()
+    path = trained / "model.safetensors"
+    arrays, about = read_arrays(path)
+    changed = {name: each for name, each in (about | {key: value}).items() if each is not None}
+    save_arrays(path, arrays, changed)
+    with pytest.raises(ValueError, match=f"^{path} has damaged metadata: .*{fault}.*; restore it$"):
         load_model(trained)
 
 
