@@ -425,7 +425,8 @@ def predict(
         print(json.dumps(found, indent=2))
         return
     for row in found:
-        print(f"{row['image']}\t{row['class']}\t{row['probability']:.3f}")
+        image, name = (printable(str(row[key])) for key in ("image", "class"))
+        print(f"{image}\t{name}\t{row['probability']:.3f}")
 
 
 def check_image(path: Path) -> None:

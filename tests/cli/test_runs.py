@@ -34,7 +34,7 @@ from keel.cli.runs import PLACES, is_flower, status_lines
 from keel.deployment.simulation import MARK, engine_folder
 from keel.runs import SavedRun, all_runs, differing_keys, find_run, is_locked, lock_holder
 from server_app.history import append_history, read_history
-from server_app.run_directory import RunDirectory
+from server_app.run_directory import RunDirectory, read_arrays, save_arrays
 from server_app.trained import load_model
 from tests.tools.run_directories import line_of, make_run
 
@@ -728,6 +728,19 @@ def test_predict_says_what_the_model_does(trained, images, printed):
         probabilities = model.probabilities(np.array(Image.open(path))[None])[0]
         assert row["class"] == model.class_names[int(probabilities.argmax())]
         assert row["probability"] == pytest.approx(float(probabilities.max()), abs=1e-4)
+
+
+def test_names_in_a_model_of_another_s_are_printed_without_control_characters(two, images, printed):
+    (two / "one" / "manifest.json").unlink()
+    path = two / "one" / "model.safetensors"
+    arrays, about = read_arrays(path)
+    num_classes = len(about["classes"].split("\n"))
+    names = "\n".join(f"\x1b[2J\x1b[31m\u202e{n}" for n in range(num_classes))
+    save_arrays(path, arrays, about | {"classes": names})
+    [line] = printed("predict", "one", str(images[0])).splitlines()
+    image, name, _ = line.split("\t")
+    assert image == str(images[0])
+    assert name.isprintable()
 
 
 def test_a_model_that_was_never_trained_is_refused(two, images, capsys):
