@@ -774,6 +774,13 @@ def test_what_is_no_image_is_one_line_naming_it(trained, tmp_path, refusal, cont
     assert str(path) in said
 
 
+def test_a_named_pipe_is_refused_as_an_image_and_not_waited_for(trained, tmp_path, refusal):
+    path = tmp_path / "x.png"
+    os.mkfifo(path)
+    said = refusal("predict", str(trained), str(path))
+    assert said == f"error: {path}: not a regular file: write the image to one\n"
+
+
 def test_predict_reads_an_image_as_training_does(trained, tmp_path, refusal, capsys):
     """Turned as its EXIF data says; not with 16 bits."""
     grey = np.random.default_rng(0).integers(0, 256, (32, 32), dtype=np.uint8)
