@@ -11,7 +11,7 @@ from client_app.samples import Pixels
 from data.partitions import Parts, partition_indices, split_local_test, stratified_share
 from data.sources import Source, load_source
 from models import StagedModel, build_model
-from protocol.config import RunConfig, keel_home
+from protocol.config import RunConfig, keel_home, refuse_unknown
 from protocol.messages import DatasetSpec
 from protocol.models import IMAGE_SIZES, MODELS
 from protocol.seeds import seed_of
@@ -27,6 +27,7 @@ def open_source(
 
     shape: (channels, pixels, pixels) to which its images are converted; None: as in the config.
     """
+    refuse_unknown("model", config.model.model, list(MODELS))  # a server may send any
     data, expected = config.data, MODELS[config.model.model]
     size, channels = data.image_size or expected.image_size, data.channels or expected.channels
     if shape:

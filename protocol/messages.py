@@ -255,7 +255,7 @@ def read_request(message: Message, kind: type[Request]) -> Request:
                 f"expected {EXPECTED[each.type]}"
             )
     values["config"] = config_from_json(str(values["config"]))  # as `withholds_metrics` reads it
-    values["data"] = dataset_spec_from_json(values["data"])
+    values["data"] = dataset_spec_from_json(str(values["data"]))
     return kind(**{name: values[name] for name in names})
 
 

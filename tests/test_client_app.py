@@ -585,6 +585,8 @@ def test_a_message_that_is_not_keels_is_answered_with_an_error(kind, tmp_path):
         ("data", "image_shape", [1, -28, 28], "expected an image shape of three counts"),
         ("data", "class_names", [1, 2, 3], "names of classes"),
         ("round", "data", "[" * 100_000, "the message's data is unreadable: RecursionError"),
+        ("round", "data", ["a"], "the message's data is unreadable: JSONDecodeError"),
+        ("config", "model", "cnn-fedrec", "model = 'cnn-fedrec' is unknown; did you mean cnn-f"),
     ],
 )
 @pytest.mark.parametrize("kind", ["train", "evaluate"])
@@ -601,6 +603,8 @@ def test_odd_values_of_a_server_are_an_error_of_one_line_in_the_log_too(
     if record == "data":
         facts_sent = json.loads(request["data"]) | {key: value}
         content["round"]["data"] = json.dumps(facts_sent)
+    elif record == "config":
+        content["round"]["config"] = json.dumps(json.loads(request["config"]) | {key: value})
     elif key is None:
         del content[record]
     else:
