@@ -141,6 +141,9 @@ def check_kinds(line: Line) -> None:
             raise TypeError(f"{key} has no {name}")
         if not 0 <= value <= 1:  # nor NaN
             raise TypeError(f"{key}.{name} = {value!r:.40}: expected a number from 0 to 1")
+    for key in ("client_seconds", "client_cpu_seconds"):  # stated by clients, so of any size
+        if not isinstance(value := line.get(key, 0.0), NUMBERS):
+            raise TypeError(f"{key} = {value!r:.40}: expected a number")
     for value in line["seconds"].values():
         if not isinstance(value, NUMBERS) or not abs(value) <= MAX_ROUND:  # nor NaN
             raise TypeError(f"seconds = {value!r:.40}: expected a number")

@@ -252,7 +252,7 @@ def test_a_damaged_config_is_named(tmp_path, content, fault):
     [
         *({"seconds": 3}, {"seconds": {"training": "x"}}, {"participants": None}, {"global": 1}),
         *({"seconds": {"training": value}} for value in (math.inf, math.nan, 10**400)),
-        {"backed_off": 5},
+        *({"backed_off": 5}, {"client_seconds": "1"}, {"client_cpu_seconds": None}),
     ],
 )
 def test_a_line_of_other_kinds_of_values_is_damaged(changed, tmp_path):
