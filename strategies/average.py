@@ -76,8 +76,11 @@ class Average(Strategy):
         self.roster: Mapping[int, RosterEntry] = {}
         self.partition_sizes: Mapping[str, int] = {}  # simulated client to its number of samples
         self.norm_reference = NormReference()
-        # with each name of a tensor that several layers share
-        self.trainable = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        # with each name of a tensor that several layers share; ordered, as a sum over it may depend
+        # on the order, and that of a set differs between processes
+        self.trainable = dict.fromkeys(
+            name for name, _ in model.named_parameters(remove_duplicate=False)
+        )
         self.server_optimizer = server_optimizer(config)
         self.report = RoundReport()
         self.validation: Validation | None = None  # of the round under way
@@ -115,7 +118,8 @@ class Average(Strategy):
 
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
         """The next global arrays: the accepted replies' average, then the server optimizer."""
-        trainable = self.trainable & current.keys()  # without what is never sent (FedRep's head)
+        # without what is never sent (FedRep's head)
+        trainable = [name for name in self.trainable if name in current]
         return self.server_optimizer.step(current, self.average(replies), trainable)
 
     def average(self, replies: list[TrainReply]) -> Arrays:

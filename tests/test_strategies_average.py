@@ -156,6 +156,21 @@ def test_one_client_gives_its_own_model_bit_for_bit():
     assert same_bits(tensors(following), theirs)
 
 
+def test_trainable_arrays_are_in_the_networks_order(monkeypatch):
+    # the order of a set of names differs between processes: a server half's sum over it would too
+    strategy, given = average_of(), []
+    monkeypatch.setattr(
+        strategy.server_optimizer,
+        "step",
+        lambda current, average, trainable: given.extend(trainable) or average,
+    )
+    expected = [name for name, _ in network().named_parameters()]
+    current = {**network().state_dict()}
+    strategy.current = current
+    strategy.next_arrays(current, [reply_of("client-0", moved(current, 1))])
+    assert list(strategy.trainable) == given == expected
+
+
 def test_identical_clients_are_one_client():
     theirs = moved(network().state_dict(), seed=3)
     mean = weighted_mean([reply_of(c, theirs) for c in "abc"], [1.0, 5.0, 2.0])
