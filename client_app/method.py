@@ -60,6 +60,16 @@ def phases_of(method: "Method", ctx: RoundContext) -> Phases:
     return phases
 
 
+def check_phase(phase: Any, phases: Phases) -> None:
+    """TypeError naming the generator, unless what it yielded is a phase."""
+    if not isinstance(phase, Phase):
+        name = getattr(phases, "__qualname__", "phases")
+        raise TypeError(
+            f"{name} yielded {type(phase).__name__}: expected a Phase, such as that of part_phase "
+            "or objective_phase"
+        )
+
+
 def train_alone(ctx: RoundContext, phases: Phases) -> Update:
     """The update of one client's phases, one after the other."""
     descent: Any = None  # starts the generator
@@ -69,6 +79,7 @@ def train_alone(ctx: RoundContext, phases: Phases) -> Update:
         except StopIteration as end:
             update: Update = end.value
             return update
+        check_phase(phase, phases)
         descent = train_phase(ctx, phase)  # outside: a StopIteration of a loss is an error
 
 

@@ -35,7 +35,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from client_app.gpu_errors import is_out_of_memory
-from client_app.method import Method, Phases, Update, phases_of
+from client_app.method import Method, Phases, Update, check_phase, phases_of
 from client_app.precision import forward_in, products
 from client_app.round import RoundContext
 from client_app.samples import batch_size_for
@@ -582,7 +582,9 @@ def train_stacked(
             if n in ended:
                 continue
             try:
-                phases[n] = training.send(descents[n]) if n in descents else next(training)
+                phase = training.send(descents[n]) if n in descents else next(training)
+                check_phase(phase, training)
+                phases[n] = phase
             except StopIteration as end:
                 ended[n] = end.value
             except Exception as error:
