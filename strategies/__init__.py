@@ -53,8 +53,18 @@ def _check_functions(half: type[Average]) -> None:
 
 
 def strategy_for(config: RunConfig, model: StagedModel) -> Average:
-    """The server half of the run's method, for this network."""
-    return server_half(config.rounds.method)(config, model)
+    """The server half of the run's method, for this network.
+
+    ValueError if its `__init__` does not call that of `Average`.
+    """
+    half = server_half(config.rounds.method)
+    strategy = half(config, model)
+    if not hasattr(strategy, "backoff"):  # the last attribute that `Average.__init__` sets
+        raise ValueError(
+            f"{place_of(half.__init__)} does not call super().__init__(config, model): call it "
+            "first"
+        )
+    return strategy
 
 
 # All of them now: a process that makes several runs records one digest of the sources for each, so

@@ -82,6 +82,18 @@ def test_what_else_a_server_half_returns_is_checked(name, value, found, run, mon
         run(QUICK)
 
 
+def test_a_server_half_that_does_not_initialise_its_base_is_named(run, monkeypatch):
+    """`keel run` ended with a traceback: 'Half' object has no attribute 'config'."""
+
+    class Half(Average):
+        def __init__(self, config, model):
+            self.h = {}
+
+    monkeypatch.setattr("strategies.server_half", lambda method: Half)
+    with pytest.raises(ValueError, match=r"Half.__init__ \(.*:\d+\) does not call super\(\)\.__i"):
+        run(QUICK)
+
+
 def test_arrays_for_one_client_need_names_of_their_own(run, monkeypatch):
     """In one process the client's own replaced those of all; between processes it refused both."""
 
