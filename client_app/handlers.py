@@ -653,6 +653,7 @@ def check_update(method: Method, update: Any) -> None:
             raise TypeError(
                 f"{place_of(source)}: Update.{name} is {what}: expected a dict of {kind}"
             )
+    check_groups(method, update.state)
     numbers: dict[str, Any] = {"num_steps": update.num_steps}
     numbers |= {f"terms[{term!r}]": value for term, value in update.terms.items()}
     for name, value in numbers.items():
@@ -662,6 +663,30 @@ def check_update(method: Method, update: Any) -> None:
             raise TypeError(
                 f"{type(method).__name__}: Update.{name} is {value!r}: expected a number"
             ) from error
+
+
+def check_groups(method: Method, state: Mapping[str, Any]) -> None:
+    """TypeError naming the group and the array, unless client state consists of named tensors."""
+    for group, arrays in state.items():
+        named = f"{type(method).__name__}: Update.state[{group!r}]"
+        what = "" if isinstance(arrays, dict) else type(arrays).__name__
+        for name, array in {} if what else arrays.items():
+            if not isinstance(array, torch.Tensor):
+                what = f"{type(array).__name__} in {name!r}"
+        if what:
+            raise TypeError(
+                f"{named} is {what}: expected a dict of tensors, as in "
+                'state={"model": {"weight": tensor}}'
+            )
+        if not all(isinstance(name, str) for name in (group, *arrays)) or "/" in group:
+            raise TypeError(
+                f"{named} has {[*arrays]}: expected strings as names, and no '/' in the first"
+            )
+        if odd := [name for name, array in arrays.items() if array.dtype not in DTYPES]:
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise TypeError(
+                f"{named}[{odd[0]!r}] is {arrays[odd[0]].dtype}: expected one of {allowed}"
+            )
 
 
 def check_released(method: Method, update: Update, ctx: RoundContext) -> None:
@@ -681,23 +706,6 @@ def check_state(method: Method, update: Update) -> None:
 
     State of a method that is not stateful could be lost without anyone noticing.
     """
-    for group, arrays in update.state.items():
-        is_dict = isinstance(arrays, dict)
-        if not is_dict or not all(isinstance(each, torch.Tensor) for each in arrays.values()):
-            raise TypeError(
-                f"{type(method).__name__}: Update.state[{group!r}] is {type(arrays).__name__}: "
-                'expected a dict of tensors, as in state={"model": {"weight": tensor}}'
-            )
-        named = f"{type(method).__name__}: Update.state[{group!r}]"
-        if not all(isinstance(name, str) for name in (group, *arrays)) or "/" in group:
-            raise TypeError(
-                f"{named} has {[*arrays]}: expected strings as names, and no '/' in the first"
-            )
-        if odd := [name for name, array in arrays.items() if array.dtype not in DTYPES]:
-            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-            raise TypeError(
-                f"{named}[{odd[0]!r}] is {arrays[odd[0]].dtype}: expected one of {allowed}"
-            )
     if bool(update.state) != method.is_stateful:
         name, has = type(method).__name__, "returned" if update.state else "returned no"
         raise TypeError(

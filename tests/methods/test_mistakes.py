@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from client_app.handlers import check_state, check_update
+from client_app.handlers import check_update
 from client_app.method import Update, phases_of
 from client_app.methods import method_class
 from client_app.methods.fedavg import FedAvg
@@ -128,8 +128,8 @@ class Stateful(FedAvg):
     [
         (Stateful, {"w": torch.zeros(3)}, "Stateful: Update.state['w'] is Tensor: expected a dict"),
         (Stateful, {"m": 3.0}, "Stateful: Update.state['m'] is float: expected a dict of tensors"),
-        (Stateful, {"m": {"w": 3.0}}, "Stateful: Update.state['m'] is dict: expected a dict of"),
-        (Stateful, {"m": {"w": np.zeros(3)}}, "Stateful: Update.state['m'] is dict: expected a"),
+        (Stateful, {"m": {"w": 3.0}}, "Update.state['m'] is float in 'w': expected a dict of ten"),
+        (Stateful, {"m": {"w": np.zeros(3)}}, "Update.state['m'] is ndarray in 'w': expected a d"),
         (Stateful, {"m": {0: torch.zeros(3)}}, "Stateful: Update.state['m'] has [0]: expected str"),
         (Stateful, {"a/b": {"w": torch.zeros(3)}}, "no '/' in the first"),
         (Stateful, {"m": {"w": torch.zeros(3) * 1j}}, "['w'] is torch.complex64: expected one of"),
@@ -138,7 +138,7 @@ class Stateful(FedAvg):
 def test_client_state_of_another_form_is_named(kind, state: Any, found):
     update = Update(arrays={}, num_steps=1, terms={}, state=state)
     with pytest.raises(TypeError, match=re.escape(found)):
-        check_state(kind(), update)
+        check_update(kind(), update)
 
 
 @pytest.mark.parametrize(
