@@ -29,6 +29,7 @@ from protocol.catalogue import FLAGS, method_spec
 from protocol.code import line_in_method
 from protocol.config import RunConfig, default_config, resolve_config
 from protocol.messages import Arrays, TrainRequest
+from protocol.models import MODELS
 from protocol.options import OptionValue, keys_of, parse_options
 from server_app.inline import run_inline
 from server_app.trained import stored_model
@@ -274,8 +275,13 @@ def frozen_models_get_no_gradient(subject: Subject) -> None:
 def batch_order_is_irrelevant(subject: Subject) -> None:
     """The loss of a permuted batch is the same, up to rounding."""
     loss = Loss(subject)
-    order = torch.randperm(len(loss.step.y), generator=torch.Generator().manual_seed(0))
     step = loss.step
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        loss.model(step.x)
+    if not torch.equal(before, torch.get_rng_state()):
+        raise NotApplicable("the network draws random numbers for each sample, as dropout does")
+    order = torch.randperm(len(step.y), generator=torch.Generator().manual_seed(0))
     permuted = Step(step.x[order], step.y[order], step.index[order], step.variant[order])
     first, second = loss.value().item(), loss.value(permuted).item()
     require(
@@ -416,11 +422,14 @@ def flags_are_consistent(subject: Subject) -> None:
             "starts_alike = True, but the personal models of two untrained clients differ: set it "
             "to False",
         )
+    has_batch_norm = MODELS[subject.model].norm_layer("") == "batch"
     for flag, keys in (
         ("supports_privacy", {"privacy.epsilon": 0.5}),
         ("supports_server_optimizer", {"server-optimizer": "fedavgm"}),
         ("supports_mixed_architectures", {"client-models": f"{subject.model},{subject.model}"}),
     ):
+        if flag == "supports_privacy" and has_batch_norm:
+            continue  # refused with every method
         is_refused = False
         try:
             altered = resolve_config(subject.keys() | keys)

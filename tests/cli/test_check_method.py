@@ -16,6 +16,7 @@ from method_fixtures import (
     Twice,
     with_method,
 )
+from torch import nn
 
 import keel.method_checks
 from client_app.methods.fedprox import FedProx
@@ -23,6 +24,8 @@ from client_app.methods.fitnet import FitNet
 from client_app.methods.moon import MOON
 from keel.cli.main import main
 from keel.method_checks import check_method
+from models.cnn import cnn_fedreco
+from models.registry import BUILDERS
 from protocol.config import default_config
 
 # The checks that need the class alone: broken methods are put in the place of a sound one.
@@ -138,6 +141,30 @@ def test_a_method_that_needs_batch_norm_is_checked_with_a_network_that_has_it(
     assert main(["check-method", "fedprox", "--model", "resnet20"]) == 0, capsys.readouterr().out
     assert main(["check-method", "fedprox", "--model", "resnet21"]) == 2
     assert "did you mean resnet20?" in capsys.readouterr().err
+
+
+def test_a_network_with_dropout_is_no_mistake_of_the_method(few_checks, monkeypatch, tmp_path):
+    """The masks of a permuted batch go to other samples."""
+
+    def with_dropout(input_shape, norm):
+        trunk = cnn_fedreco(input_shape, norm)
+        trunk.stages["fc1"].tail = nn.Sequential(trunk.stages["fc1"].tail, nn.Dropout(0.5))
+        return trunk
+
+    monkeypatch.setitem(BUILDERS, "cnn-fedreco", with_dropout)
+    outcomes = {r.check: r.outcome for r in check_method("fedprox", tmp_path)}
+    assert outcomes.pop("order of the batch does not matter") == "skip"
+    assert "FAIL" not in outcomes.values()
+
+
+def test_a_network_with_batch_norm_is_no_mistake_of_a_method_that_supports_privacy(
+    monkeypatch, tmp_path
+):
+    """`privacy.epsilon` is refused with such a network, whatever the method."""
+    only = {name: check for name, check in keel.method_checks.CHECKS.items() if "flags" in name}
+    monkeypatch.setattr(keel.method_checks, "CHECKS", only)
+    [result] = check_method("fedavg", tmp_path, "resnet20")
+    assert result.outcome == "pass", result.reason
 
 
 @pytest.mark.parametrize("leaky", [Leaky, Forgetful, Twice])
