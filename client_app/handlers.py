@@ -52,7 +52,7 @@ from client_app.stacked import clients_that_fit, key_of_stack, train_stacked
 from client_app.state import ResetNeeded
 from client_app.worker_client import run_and_round
 from data.decoding import ImageFileError
-from models.fixed import is_borrowed
+from models.fixed import give_back, is_borrowed, is_overwritten
 from protocol.code import line_in_method, place_of
 from protocol.config import config_from_json, keel_home
 from protocol.exact_sum import ExactSum
@@ -597,14 +597,21 @@ def check_unchanged(training: Training) -> None:
     Other clients may read what was received, and the state has to be that of the round before if
     this round is repeated or the client fails.
     """
-    now = {name: array._version for name, array in input_arrays(training.ctx).items()}
-    changed = [name for name, version in training.versions.items() if now.get(name) != version]
+    ctx = training.ctx
+    now = {name: array._version for name, array in input_arrays(ctx).items()}
+    changed = [
+        f"ctx.{where}[{name!r}]"
+        for (where, name), version in training.versions.items()
+        if now.get((where, name)) != version
+    ]
+    for network in ctx.networks.all():
+        overwritten = {n: tensor for n, tensor in network.tensors.items() if is_overwritten(tensor)}
+        give_back(overwritten.values())  # the network is also the next client's
+        changed += [f"{name} of a frozen model" for name in overwritten]  # which are such arrays
     if changed:
-        where, name = changed[0]
         raise TypeError(
-            f"{type(training.method).__name__} changes ctx.{where}[{name!r}] in place: "
-            "received arrays are not the client's own, and a repeated round needs its old state; "
-            "clone them first"
+            f"{type(training.method).__name__} changes {changed[0]} in place: received arrays are "
+            "not the client's own, and a repeated round needs its old state; clone them first"
         )
 
 

@@ -91,6 +91,7 @@ class FixedModule(nn.Module):
             elif is_laid_out_like(array, tensor):
                 tensor.data = array.detach()
                 tensor.is_borrowed = True  # type: ignore[attr-defined]
+                tensor.borrowed_at = tensor._version  # type: ignore[attr-defined]
                 vars(tensor).pop("copied_from", None)  # its _version stays the same
             elif not is_copy_of(array, tensor):
                 new[name] = array
@@ -113,6 +114,7 @@ class FixedModule(nn.Module):
             if isinstance(tensor, nn.Parameter) and tensor.is_contiguous():
                 arrays[name] = tensor.data
                 tensor.is_borrowed = True  # type: ignore[attr-defined]
+                vars(tensor).pop("borrowed_at", None)
             else:
                 arrays[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
         return arrays
@@ -121,6 +123,12 @@ class FixedModule(nn.Module):
 def is_borrowed(parameter: Tensor) -> bool:
     """Whether its memory belongs to somebody else too."""
     return getattr(parameter, "is_borrowed", False)
+
+
+def is_overwritten(parameter: Tensor) -> bool:
+    """Whether it was changed in place in the memory that `borrow` took from an array."""
+    version = parameter._version
+    return is_borrowed(parameter) and getattr(parameter, "borrowed_at", version) != version
 
 
 def give_back(parameters: Iterable[Tensor]) -> None:

@@ -887,6 +887,18 @@ class EmptySearch(FedProx):
         return next(iter(batch.reps)).sum()
 
 
+@dataclass(frozen=True)
+class GlobalModelInPlace(FedProx):
+    """Its weights lie in the memory of the received arrays, which other clients read too."""
+
+    uses_global_model: ClassVar[bool] = True
+
+    def penalty(self, batch):
+        with torch.no_grad():
+            batch.global_model.classifier.weight.mul_(0.9)
+        return super().penalty(batch)
+
+
 SCALAR = "expected a scalar Tensor"
 MISTAKES = {
     ConstantLoss: r"method fedprox: the loss \(supervised \+ penalty\) depends on no weight that",
@@ -900,6 +912,7 @@ MISTAKES = {
     InPlace: r"InPlace changes ctx.received\['stages.conv1.body.weight'\] in place",
     ExtraInPlace: r"ExtraInPlace changes ctx.extra\['prototypes'\] in place",
     StateInPlace: r"StateInPlace changes ctx.state\['h'\]\['n'\] in place",
+    GlobalModelInPlace: r"GlobalModelInPlace changes classifier.weight of a frozen model in place",
     StateNamedUpdate: r"not finite in 'update'; the client state is unchanged",
     NanState: r"not finite in 'head'; the client state is unchanged",
     NanPenalty: r"not finite in 'update'; .* The loss term `penalty` is nan in step 1$",
