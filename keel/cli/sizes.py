@@ -5,6 +5,7 @@ a test compares it with them.
 """
 
 import json
+import logging
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,10 @@ def stored_sizes() -> Sizes:
 
 
 def data_size(config: RunConfig) -> SourceInfo | None:
-    """The size of the run's data as the model sees it; None if the images must be read first."""
+    """The size of the run's data as the model sees it; None if the images must be read first.
+
+    Warnings of the data are left to the run, which reads it too.
+    """
     name, data = config.data.source, config.data
     cache_dir = keel_home() / "cache"
     kind, colon, path = name.partition(":")
@@ -36,13 +40,19 @@ def data_size(config: RunConfig) -> SourceInfo | None:
     if colon and not is_cached(f"{kind}:{Path(path).expanduser()}", cache_dir):
         return None
     preferred = MODELS[config.model.model]
-    return source_info(
-        name,
-        Path(data.data_dir) if data.data_dir else keel_home() / "data",
-        cache_dir,
-        data.image_size or preferred.image_size,
-        data.channels or preferred.channels,
-    )
+    log = logging.getLogger("keel.data")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        return source_info(
+            name,
+            Path(data.data_dir) if data.data_dir else keel_home() / "data",
+            cache_dir,
+            data.image_size or preferred.image_size,
+            data.channels or preferred.channels,
+        )
+    finally:
+        log.setLevel(level)
 
 
 def parameter_count(config: RunConfig, data: SourceInfo, model: str = "") -> int | None:
