@@ -38,7 +38,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from protocol.files import part_of, remove_parts, write_atomically
 
 default_names = ("localhost", "127.0.0.1", "superlink")  # health check; the name under compose
-reserved_names = ("ca", "server")
+reserved_names = ("ca", "server", "local")  # the last: of `make deploy-local`
 client_name = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 key_usages = (  # every argument of x509.KeyUsage
     *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment"),
@@ -326,13 +326,14 @@ def make_credentials(
     names: of the server, in its certificate. days: validity of that certificate. ValueError, before
     anything is written, for what the module's docstring says is refused.
     """
+    registered_clients = [path.stem for path in (folder / "server" / "clients").glob("*.pub")]
     for name in clients:
-        if name in reserved_names or not client_name.fullmatch(name):
+        is_reserved = name in reserved_names and name not in registered_clients
+        if is_reserved or not client_name.fullmatch(name):
             raise ValueError(
                 f"client {name!r}: expected at most 63 letters, digits, '.', '_' and '-', and not "
-                "'ca' or 'server'"
+                "'ca', 'server' or 'local'"
             )
-    registered_clients = [path.stem for path in (folder / "server" / "clients").glob("*.pub")]
     refuse_same_containers(clients, sorted(registered_clients))
     all_names = list(dict.fromkeys([*names, *default_names]))
     for name in all_names:

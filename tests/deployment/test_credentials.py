@@ -127,6 +127,7 @@ def test_a_client_is_added_later_and_nothing_else_changes(made):
         (["ok.org"], ["../up"], "expected at most 63 letters"),
         (["ok.org"], ["ca"], "expected at most 63 letters"),
         (["ok.org"], ["site-a", "server"], "client 'server': expected at most 63 letters"),
+        (["ok.org"], ["local"], "client 'local': .* not 'ca', 'server' or 'local'"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_made_for_them(tmp_path, names, clients, said):
@@ -137,7 +138,10 @@ def test_mistakes_are_named_before_anything_is_made_for_them(tmp_path, names, cl
 
 @pytest.mark.parametrize(
     ("new", "other"),
-    [("Site-A", "site-a"), ("site.a", "site-a"), ("site-b.1", "site-b-1"), ("Server", "server")],
+    [
+        *(("Site-A", "site-a"), ("site.a", "site-a"), ("site-b.1", "site-b-1")),
+        *(("Server", "server"), ("Local", "local")),
+    ],
 )
 def test_no_client_gets_the_containers_and_the_volume_of_another(new, other, tmp_path):
     """`make deploy-client` for one would have replaced the other's containers on its machine."""
