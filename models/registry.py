@@ -1,6 +1,7 @@
 """Builds a model by its name; protocol/models.py says what can be known without building it."""
 
 import copy
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 
@@ -25,6 +26,7 @@ PROJECTION_TAILS: dict[str, Callable[[], nn.Module]] = {
 }
 PROJECTION_WIDTH = 256  # of MOON's projection and FedIntR's projection heads
 RESERVED_LAYERS = ("features", "logits", "projection")  # not for stages
+one_build = threading.RLock()  # at a time: threads share torch's default generator
 
 
 # Each takes the input shape and, where the model offers a choice of them, the norm layer and width.
@@ -88,7 +90,7 @@ def build_model(
     options += [width or spec.width] if spec.width else []
     if projection == "none":
         projection = spec.projection
-    with nullcontext() if seed is None else torch.random.fork_rng(devices=[]):
+    with one_build, nullcontext() if seed is None else torch.random.fork_rng(devices=[]):
         if seed is not None:
             # torch.manual_seed would reseed the GPUs too.
             torch.default_generator.manual_seed(seed)

@@ -2,6 +2,7 @@
 
 import copy
 import re
+import threading
 from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
@@ -195,6 +196,37 @@ def test_a_seed_alone_decides_the_weights_and_global_randomness_is_not_touched(n
     for key, value in first.items():
         assert torch.equal(value, again[key])  # batch norm statistics among them
     assert any(not torch.equal(value, other[key]) for key, value in first.items())
+
+
+def test_two_threads_build_the_weights_of_their_seeds(monkeypatch):
+    """As of a run, and of `load_model` in another thread: they share torch's default generator."""
+    own = registry.BUILDERS.copy()
+    build_small = partial(build_model, num_classes=2, channels=1, image_size=28)
+    expected = build_small("cnn-fedreco", seed=1).state_dict()
+    other_has_begun, run_has_begun, other_has_ended = (threading.Event() for _ in range(3))
+
+    def of_the_other(*args):
+        other_has_begun.set()
+        run_has_begun.wait(0.5)
+        return own["cnn-fedcka"](*args)
+
+    def of_the_run(*args):
+        run_has_begun.set()
+        other_has_ended.wait(0.5)
+        return own["cnn-fedreco"](*args)
+
+    def build_other():
+        build_small("cnn-fedcka", seed=2)
+        other_has_ended.set()
+
+    monkeypatch.setitem(registry.BUILDERS, "cnn-fedcka", of_the_other)
+    monkeypatch.setitem(registry.BUILDERS, "cnn-fedreco", of_the_run)
+    other = threading.Thread(target=build_other)
+    other.start()
+    other_has_begun.wait()
+    found = build_small("cnn-fedreco", seed=1).state_dict()
+    other.join()
+    assert all(torch.equal(value, expected[key]) for key, value in found.items())
 
 
 def test_a_model_is_built_the_same_in_inference_mode():
