@@ -6,6 +6,7 @@ int64 labels [N], and about.json. Its key covers the source, the image size, the
 the user's own files, their names and content. Nothing here imports torch.
 """
 
+import io
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ from data.decoding import (
     own_channels,
 )
 from data.readers import READERS, Reader
+from protocol.files import naming
 from protocol.models import IMAGE_SIZES
 from protocol.source_spec import parse_source
 
@@ -178,26 +180,30 @@ def _write_entry(entry: Path, key: Key, raw: RawSource) -> None:
     any_size = bool(key["image_size"])
     for name, split in (("train", raw.train), ("test", raw.test)):
         file, shape = entry / f"{name}-images.npy", (len(split.images), channels, height, width)
-        images = np.lib.format.open_memmap(file, "w+", np.uint8, shape)
-        _reserve(file)
+        with naming(file):
+            images = np.lib.format.open_memmap(file, "w+", np.uint8, shape)
+            _reserve(file)
         decode(raw, split, images, any_size)
         images.flush()
-        np.save(entry / f"{name}-labels.npy", split.labels.astype(np.int64))
+        labels = io.BytesIO()  # saved to a file, what does not fit is an error without a reason
+        np.save(labels, split.labels.astype(np.int64))
+        file = entry / f"{name}-labels.npy"
+        with naming(file):
+            file.write_bytes(labels.getbuffer())
         if name == "train":
             mean, std = mean_and_std(images)
     about = {"key": key, "class_names": raw.class_names, "mean": mean, "std": std}
-    (entry / "about.json").write_text(json.dumps(about, indent=1))
+    file = entry / "about.json"
+    with naming(file):
+        file.write_text(json.dumps(about, indent=1))
 
 
 def _reserve(file: Path) -> None:
     """Take the disk space of a file: without it, a write to its memory map kills the process."""
     if sys.platform == "darwin":  # has no such call
         return
-    try:
-        with file.open("r+b") as opened:
-            os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(file)) from error
+    with file.open("r+b") as opened:
+        os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
 
 
 def _open_entry(entry: Path) -> Source:

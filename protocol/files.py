@@ -67,6 +67,17 @@ def private_files() -> Iterator[None]:
         process_umask.change(-1)
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError within that names no file, as one of a write does, names this path."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def write_atomically(path: Path, *pieces: Any) -> None:
     """Write the pieces, bytes or arrays of bytes, to `path`, whole or not at all.
 

@@ -224,7 +224,8 @@ except OSError as error:
 """
 
 
-def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
+@pytest.mark.parametrize("size", ["2m", "4k"])
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, size):
     """A write to the memory map of a file for which there is no space kills the process."""
     spec = make_npz(
         tmp_path / "mine.npz",
@@ -232,7 +233,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
         y_train=np.arange(6000) % 3,
     )
     (disk := tmp_path / "disk").mkdir()
-    script = 'mount -t tmpfs -o size=2m none "$1" && exec "$2" -c "$3" "$4" "$1"'
+    script = f'mount -t tmpfs -o size={size} none "$1" && exec "$2" -c "$3" "$4" "$1"'
     command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh"]
     arguments = [str(disk), sys.executable, FILL_A_DISK, spec]
     root = Path(sources.__file__).parent.parent

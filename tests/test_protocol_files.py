@@ -12,6 +12,7 @@ import pytest
 from protocol import files
 from protocol.files import (
     append_line,
+    naming,
     part_of,
     private_files,
     remove_parts,
@@ -172,6 +173,15 @@ def test_a_read_only_file_system_is_an_error_that_names_the_file(tmp_path, monke
     with pytest.raises(OSError, match="Read-only file system") as caught:
         write_atomically(tmp_path / "state", b"x")
     assert caught.value.filename == str(tmp_path / "state")
+
+
+def test_an_error_without_a_file_gets_a_name_and_others_keep_theirs(tmp_path):
+    with pytest.raises(OSError, match=r"^\[Errno 28\] no room: '/x'$"), naming(Path("/x")):
+        raise OSError(errno.ENOSPC, "no room")
+    with pytest.raises(FileNotFoundError, match=r"'/no'$"), naming(Path("/x")):
+        Path("/no").read_bytes()
+    with pytest.raises(OSError, match=r"^truncated$"), naming(Path("/x")):
+        raise OSError("truncated")
 
 
 def test_a_line_for_which_there_is_no_room_leaves_the_file_as_it_was(tmp_path):

@@ -16,6 +16,7 @@ from pathlib import Path
 from keel.deployment.superlink import SuperLinkClient, check_programs, free_ports
 from keel.runs import LOCK_FILE, is_locked
 from protocol.config import keel_home
+from protocol.files import naming
 
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 30.0  # for processes to end after SIGTERM: the ServerApp writes its summary
@@ -70,7 +71,8 @@ def started_superlink(
         client.environment.setdefault("RAY_TMPDIR", sockets)
     log_path = folder / "superlink.log"
     with log_path.open("w") as log_file:
-        (folder / MARK_FILE).write_text(mark)
+        with naming(folder / MARK_FILE):
+            (folder / MARK_FILE).write_text(mark)
         process = subprocess.Popen(
             [
                 # Keel's, with a database: Flower's would end the run after a suspended machine or a
@@ -167,7 +169,7 @@ def locked(path: Path) -> Iterator[None]:
 
     ValueError if another process holds it for longer than a look at it takes.
     """
-    with path.open("a") as file:
+    with path.open("ab", buffering=0) as file:
         deadline = time.monotonic() + LOCK_TIMEOUT_S
         while True:
             try:
@@ -180,9 +182,9 @@ def locked(path: Path) -> Iterator[None]:
                         "start a new one under another name, with run-name=NAME"
                     ) from None
                 time.sleep(0.05)
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        with naming(path):  # such as a full disk
+            file.truncate(0)
+            file.write(str(os.getpid()).encode())
         yield
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -255,6 +256,17 @@ def test_the_lock_names_the_process_that_can_stop_the_run(tmp_path):
         assert is_locked(path)
         assert lock_holder(path) == os.getpid()
     assert not is_locked(path)
+
+
+def test_a_lock_that_does_not_fit_on_the_disk_is_named(tmp_path):
+    """Of a run whose disk was full only the reason was said."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"too large: '.*/\.lock'"), locked(tmp_path / ".lock"):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
 def test_of_two_superlinks_that_start_at_once_in_a_folder_one_is_refused(tmp_path, monkeypatch):
