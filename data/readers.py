@@ -213,6 +213,9 @@ def _read_folder(path: Path) -> RawSource:
     unknown = sorted(set(test_names) - set(class_names))
     if unknown:
         reason = f"this class is not in train/, which has {', '.join(class_names)}"
+        same = {unicodedata.normalize("NFC", name) for name in class_names}
+        if unicodedata.normalize("NFC", unknown[0]) in same:
+            reason += "; one of them looks the same in another Unicode form: rename it"
         raise ImageFileError(
             f"{path / 'test' / unknown[0]}: {reason}", f"a folder in test/: {reason}"
         )

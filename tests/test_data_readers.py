@@ -263,6 +263,15 @@ def test_a_class_of_test_that_train_lacks(load, tmp_path):
     assert "test/cat: this class is not in train/, which has ant, bee" in rejected(load, spec)
 
 
+def test_a_class_of_test_in_another_unicode_form_is_explained(load, tmp_path):
+    """The message named a class, and said that train/ lacks it and has it."""
+    spec = make_folder(tmp_path / "mine", random_images(4, 30, 30), classes=("\u00e9t\u00e9", "x"))
+    test = tmp_path / "mine" / "test"
+    (test / "\u00e9t\u00e9").rename(test / "e\u0301te\u0301")
+    message = rejected(load, spec)
+    assert "looks the same in another Unicode form: rename it" in message
+
+
 def test_tiny_imagenet_that_is_not_there_or_not_as_published(load, tmp_path):
     assert "the published layout" in rejected(load, "tiny-imagenet", FileNotFoundError)
     annotations = make_tiny_imagenet(tmp_path / "data") / "val" / "val_annotations.txt"
