@@ -265,9 +265,10 @@ def rejection_reason(reply: TrainReply, expected: ExpectedReply) -> str:
         return f"it was sent no message in round {expected.round}"
     if reply.round != expected.round:
         return f"it answers round {reply.round}"
-    reason = mismatch(reply.arrays, expected.arrays) or mismatch(reply.extra, expected.extra)
-    if reason:
+    if reason := mismatch(reply.arrays, expected.arrays):
         return reason
+    if reason := mismatch(reply.extra, expected.extra):
+        return f"alongside the model, {reason}"
     count, declared = reply.metrics.get("num-examples"), expected.num_examples[reply.client]
     if count != declared:
         shown = "missing" if count is None else f"{count:.15g}"

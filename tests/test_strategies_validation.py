@@ -51,7 +51,10 @@ changed = ": if its data has changed, restore it or start a new run"
         (reply_of(**{"personal-accuracy": 1.0, "global-accuracy": 0.0}), ""),
         (reply_of(**{"personal-accuracy": 1.01}), "personal-accuracy is 1.01, not from 0 to 1"),
         (reply_of(**{"global-accuracy": -0.5}), "global-accuracy is -0.5, not from 0 to 1"),
-        (reply_of(extra={"c": torch.ones(1)}), "array 'c' is unknown (1 too many)"),
+        (
+            reply_of(extra={"c": torch.ones(1)}),
+            "alongside the model, array 'c' is unknown (1 too many)",
+        ),
         (reply_of(arrays={}), "array 'w' is missing (1 of 1)"),
     ],
 )
