@@ -43,7 +43,7 @@ OWN_STATE = "state/own/"  # prefix in a checkpoint of the state of the method's 
 
 
 class NoPersonalModel(ValueError):
-    """This client of the run stores no model of its own."""
+    """A client of the run, or each of them, stores no model of its own."""
 
 
 @dataclass(frozen=True)
@@ -155,9 +155,13 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
     arrays, about = read_arrays(path / "model.safetensors")
     config = read_run_config(path)
     data = spec_of(about, path / "model.safetensors")
-    name = config.model.model
+    name, method = config.model.model, method_of(config)
+    if method.is_personal and not (method.is_stateful or method.has_global_model):
+        raise NoPersonalModel(
+            f"{path} has no model to load: {config.rounds.method} has no global model, and makes "
+            "each client's at its evaluation without storing it"
+        )
     if client:
-        method = method_of(config)
         if method.is_tuned_for_evaluation() and method.depends_on_num_rounds():
             raise NoPersonalModel(
                 f"client = {client!r}: the personal heads were tuned for the last evaluation "
@@ -196,7 +200,7 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
         if about.get("client-models"):  # of too many simulated clients to list
             node_config = {"partition-id": int(client.rpartition("-")[2])}
             name = own_architecture(config, node_config)
-    elif not method_of(config).has_global_model:
+    elif not method.has_global_model:
         example = min((p.name for p in (path / "clients").glob("*")), default="client-0000")
         raise ValueError(
             f"{config.rounds.method} has no global model: name a client, such as {example} "

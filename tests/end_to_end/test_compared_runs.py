@@ -12,7 +12,7 @@ from run_fixtures import history_of
 from safetensors.torch import load_file
 
 from client_app.evaluation import evaluate
-from client_app.methods import method_of
+from client_app.methods import method_class, method_of
 from client_app.process_cache import ProcessCache
 from client_app.samples import Samples
 from client_app.setup import dataset_spec_of, model_for, open_source, pixels_of
@@ -275,6 +275,15 @@ def test_a_model_that_is_made_for_each_evaluation_only_is_refused_with_the_reaso
     assert str(refused.value).startswith(
         f"client = 'client-0000': with {method} a client's model is made from the global one"
     )
+
+
+@pytest.mark.parametrize("client", ["", "client-0000"])
+def test_a_method_that_leaves_no_model_at_all_is_refused_with_the_reason(client, monkeypatch):
+    """Without a client the error said to name one, with a client to leave it out."""
+    path = run("fedavg-ft", num_rounds=1)
+    monkeypatch.setattr(method_class("fedavg-ft"), "has_global_model", False)  # as with IFCA
+    with pytest.raises(ValueError, match="has no model to load: fedavg-ft has no global model"):
+        load_model(path, client=client)
 
 
 def test_private_heads_leave_no_global_model():
