@@ -21,6 +21,7 @@ import contextlib
 import faulthandler
 import json
 import logging
+import math
 import os
 import queue
 import socket
@@ -368,13 +369,23 @@ def warm_device(gpu_share: float = 1.0) -> str:
     return f"{device}, at most {gpu_share:.0%} of its memory" if gpu_share < 1 else str(device)
 
 
+def days(text: str) -> float:
+    """The number of days in an argument of the command line."""
+    with contextlib.suppress(ValueError):
+        if 0 <= (number := float(text)) < math.inf:
+            return number
+    raise argparse.ArgumentTypeError(
+        f"{text!r}: expected a number of days >= 0, also in $KEEL_KEEP_DAYS; 0: never"
+    )
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m client_app.worker_server", description=__doc__)
     parser.add_argument("--socket", type=Path, default=default_socket(), help="or $KEEL_WORKER")
     parser.add_argument(
         "--keep-days",
-        type=float,
+        type=days,
         default=os.environ.get("KEEL_KEEP_DAYS") or "0",
         help="delete state this much older than the newest run's; 0: never; or $KEEL_KEEP_DAYS",
     )

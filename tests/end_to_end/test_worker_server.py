@@ -228,6 +228,17 @@ def test_a_share_of_a_gpu_that_is_none_is_refused(share, monkeypatch):
         warm_device(share)
 
 
+@pytest.mark.parametrize("text", ["a month", "-1", "nan", "inf"])
+def test_what_is_no_number_of_days_is_refused_by_name(text, monkeypatch, capsys):
+    """A negative one, and nan, deleted nothing, without a word."""
+    monkeypatch.setenv("KEEL_KEEP_DAYS", text)
+    monkeypatch.setattr("sys.argv", ["worker_server"])
+    with pytest.raises(SystemExit):
+        client_app.worker_server.main()
+    said = f"--keep-days: {text!r}: expected a number of days >= 0, also in $KEEL_KEEP_DAYS"
+    assert said in capsys.readouterr().err
+
+
 def test_slow_peers_block_nobody(worker):
     """One peer that sent nothing held the worker for a minute; one that dribbled, for ever."""
     silent = [connect(worker) for _ in range(5)]
