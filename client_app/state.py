@@ -22,7 +22,14 @@ from pathlib import Path
 
 from safetensors.torch import load
 
-from protocol.files import HISTORY_FILE, RESET_FILE, digest, remove_parts, write_atomically
+from protocol.files import (
+    HISTORY_FILE,
+    RESET_FILE,
+    STATE_FILE,
+    digest,
+    remove_parts,
+    write_atomically,
+)
 from protocol.messages import UNREADABLE, Arrays, with_current_names
 from protocol.packing import packed_pieces
 
@@ -31,11 +38,7 @@ Groups = dict[str, Arrays]
 version_name = re.compile(r"round-(\d+)-([0-9a-f]{16})\.(safetensors|damaged)")
 reset_markers = (RESET_FILE, "begin-anew")  # the second is its old name
 reset_record = re.compile(r"(?:state-was-reset|begun-anew)-(\d+)")  # the round that followed
-# files of a state folder; no folder may have such a name
-state_file = re.compile(
-    r"(?:round-\d+-[0-9a-f]{16}|(?:state-was-reset|begun-anew)-\d+)(?:\..*)?"
-    r"|reset-state|begin-anew|run-id"
-)
+state_file = re.compile(STATE_FILE)
 NUM_CHECKPOINTS = 2  # that the server keeps
 RUN_ID_FILE = "run-id"
 separator = "/"  # between group and array name; no parameter name has one

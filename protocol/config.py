@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import yaml
 
 from protocol.catalogue import method_names, method_spec
-from protocol.files import full_path
+from protocol.files import STATE_FILE, full_path
 from protocol.models import IMAGE_SIZES, MODELS
 from protocol.options import (
     Constraint,
@@ -341,8 +341,10 @@ class RoundsConfig:
     output_dir: str = option(any_text(), 'parent of run directories; "": $KEEL_HOME/runs')
     run_name: str = option(
         matching(
-            r"|[A-Za-z0-9_][A-Za-z0-9._-]{0,63}",  # commands take -a for an option
-            "1 to 64 of the characters A-Z a-z 0-9 . _ -, not beginning with . or -",
+            # commands take -a for an option
+            rf"|(?!(?:{STATE_FILE})\Z)[A-Za-z0-9_][A-Za-z0-9._-]{{0,63}}",
+            "1 to 64 of the characters A-Z a-z 0-9 . _ -, not beginning with . or -, and not the "
+            "name of a file of client state, such as reset-state",
         ),
         'name of the run directory, which must not exist; "": time, method and data',
     )

@@ -17,6 +17,11 @@ from typing import Any
 
 # An operator creates it to give up lost client state; what a client refuses without it names it.
 RESET_FILE = "reset-state"
+# Files in the folder of a client's state; no folder there may have such a name.
+STATE_FILE = (
+    r"(?:round-\d+-[0-9a-f]{16}|(?:state-was-reset|begun-anew)-\d+)(?:\..*)?"
+    r"|reset-state|begin-anew|run-id"
+)
 # In the run directory: the server adds a round's line when it has ended the round.
 HISTORY_FILE = "history.jsonl"
 DAY_S = 86400.0

@@ -66,7 +66,7 @@ def test_a_deployed_client_takes_no_path_at_all(home, tmp_path, monkeypatch, wor
         folder_of(tmp_path, **own)
 
 
-@pytest.mark.parametrize("name", ["_trial", "7", "x" * 64])
+@pytest.mark.parametrize("name", ["_trial", "7", "x" * 64, "reset-states", "run-id2"])
 def test_every_run_name_that_the_config_takes_is_taken(home, name):
     assert resolve_config({"run-name": name}).rounds.run_name == name
     assert folder_of(name) == home / "clients" / name / "site-a"

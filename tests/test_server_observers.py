@@ -243,6 +243,15 @@ def test_a_run_name_that_is_no_plain_file_name_is_refused(run, name):
         run({"run-name": name})
 
 
+@pytest.mark.parametrize(
+    "name", ["reset-state", "run-id", "state-was-reset-1", f"round-00001-{'0' * 16}.old"]
+)
+def test_a_run_name_that_every_client_of_a_deployment_would_refuse_is_refused_first(run, name):
+    """Its clients failed in round 1, and the run with them."""
+    with pytest.raises(ValueError, match=r"run-name = .* not the name of a file of client state"):
+        run({"run-name": name})
+
+
 def test_an_output_dir_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "runs").symlink_to(tmp_path / "unmounted")
     with pytest.raises(ValueError, match=r"output-dir: .* cannot be made: File exists"):
