@@ -1,10 +1,13 @@
 """The command `keel`, also as `python -m keel`."""
 
+import os
 import sys
 
 
 def main() -> int:
     """The command line; returns the exit code."""
+    # a notebook's kernel names its own, which may be missing here; Keel only writes files
+    os.environ["MPLBACKEND"] = "agg"
     try:
         from keel.cli.main import main as command
 

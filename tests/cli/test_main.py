@@ -1,6 +1,7 @@
 """`keel`: the table of commands, exit codes, and what is not imported."""
 
 import io
+import os
 import subprocess
 import sys
 from types import ModuleType
@@ -10,6 +11,7 @@ import pytest
 import keel.__main__
 import keel.cli.main
 from keel.cli.main import COMMANDS, WhileRead, load, main
+from tests.tools.run_directories import make_run
 
 HEAVY = ("torch", "flwr", "ray", "matplotlib", "sklearn")
 
@@ -248,3 +250,14 @@ def test_an_error_as_a_file_of_the_user_is_imported_is_one_line(tmp_path, monkey
     code = compile("def f():\n    1 / 0\nf()\n", mine, "exec")
     with pytest.raises(ZeroDivisionError):  # no statement of the file: a bug of Keel's
         main(["watch", "one"])
+
+
+def test_a_notebook_s_backend_that_is_not_installed_here_does_not_matter(tmp_path):
+    """A kernel sets the variable for `!keel run`, which may be in another environment."""
+    (tmp_path / "runs").mkdir()
+    make_run(tmp_path / "runs" / "a", {"method": "fedavg"}, 2)
+    variables = os.environ | {"MPLBACKEND": "missing", "KEEL_HOME": str(tmp_path)}
+    words = ["compare", "a", "--output", str(tmp_path / "a.png")]
+    command = [sys.executable, "-m", "keel", *words]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
