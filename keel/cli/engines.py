@@ -354,7 +354,8 @@ def outcome(flower: "FlowerRun", terminal: Terminal) -> str:
     )
     try:
         status = flower.client.wait(int(flower.run_id), math.inf)
-        with suppress(RuntimeError):  # what came after the log had broken off, such as the reason
+        # what came after the log had broken off, such as the reason; the disk may be full
+        with suppress(RuntimeError, OSError):
             flower.log_path.write_text(flower.client.log(int(flower.run_id)))
         return status
     except KeyboardInterrupt:

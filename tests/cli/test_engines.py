@@ -175,6 +175,19 @@ def test_a_run_goes_on_while_its_superlink_restarts(monkeypatch, end):
     assert stopped == ([12] if end == "Ctrl-C" else [])
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_run_whose_whole_log_does_not_fit_on_the_disk_has_still_finished():
+    """It finished while the log was broken off: the error of writing the log was reported."""
+    client = SimpleNamespace(
+        wait=lambda run_id, seconds: "finished:completed", log=lambda run_id: "the whole log"
+    )
+    flower = SimpleNamespace(
+        client=client, status=lambda: "running", run_id="12", log_path=Path("/dev/full")
+    )
+    terminal = SimpleNamespace(print=lambda line, markup: None)
+    assert engines.outcome(flower, terminal) == "finished:completed"
+
+
 def test_why_a_superlink_cannot_be_reached_is_said(tmp_path, monkeypatch):
     """Flower says that it is unavailable, be it the port, the CA or an expired certificate."""
     make_credentials(tmp_path, ["localhost"], [])
