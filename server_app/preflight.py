@@ -22,6 +22,7 @@ from client_app.methods import method_of
 from client_app.setup import split_over_clients
 from data.sources import Source
 from protocol.config import RunConfig
+from protocol.files import naming
 from protocol.flower_compat.simulation import (
     LogLine,
     WorkerReply,
@@ -96,8 +97,9 @@ def token_in(directory: Path) -> Iterator[tuple[Path, str]]:
     directory.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex(16)
     path = directory / f".preflight-{token}"
-    path.write_text(token)
     try:
+        with naming(path):
+            path.write_text(token)
         yield path, token
     finally:
         path.unlink(missing_ok=True)

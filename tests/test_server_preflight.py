@@ -1,6 +1,7 @@
 """What is refused, and what is a warning, of the machines of a simulation."""
 
 import logging
+import resource
 from concurrent.futures import Future
 from dataclasses import replace
 from importlib.metadata import version
@@ -154,6 +155,17 @@ def test_the_token_is_there_while_it_is_looked_for_and_gone_then(tmp_path):
         assert path.parent == tmp_path / "runs"
         assert path.read_text() == token
     assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_token_that_does_not_fit_on_the_disk_is_named_and_removed(tmp_path):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"too large: '.*/\.preflight-"), token_in(tmp_path):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert list(tmp_path.iterdir()) == []
 
 
 def request(tmp_path, **keys):

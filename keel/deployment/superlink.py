@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.config import app_folder, project_file
+from protocol.files import naming
 from protocol.options import OptionValue
 
 command_timeout_s = 100.0
@@ -82,10 +83,11 @@ class SuperLinkClient:
                 f"root-certificates = {toml(str(ca.absolute()))}" if ca else "insecure = true"
             )
             flwr_home.mkdir(parents=True, exist_ok=True)
-            (flwr_home / "config.toml").write_text(
-                f'[superlink]\ndefault = "{connection}"\n\n[superlink.{connection}]\n'
-                f"address = {toml(address)}\n{security}\n"
-            )
+            with naming(config := flwr_home / "config.toml"):
+                config.write_text(
+                    f'[superlink]\ndefault = "{connection}"\n\n[superlink.{connection}]\n'
+                    f"address = {toml(address)}\n{security}\n"
+                )
 
     def flwr(self, *arguments: str) -> str:
         """The output of `flwr`; RuntimeError, with that output, if it fails or takes too long."""

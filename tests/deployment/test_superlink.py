@@ -1,5 +1,6 @@
 """The client of a SuperLink: failures that pass, and those that do not."""
 
+import resource
 import subprocess
 import sys
 
@@ -70,6 +71,16 @@ def test_a_command_that_hangs_is_an_error_of_one_line(client, monkeypatch):
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(CommandTimeout, match="flwr stop 7 deployment: timed out"):
         client.stop(7)
+
+
+def test_a_connection_that_does_not_fit_on_the_disk_is_named(tmp_path):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"too large: '.*/config\.toml'"):
+            SuperLinkClient(tmp_path, "localhost:1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
 def test_missing_programs_of_flower_are_named_with_what_to_do(tmp_path, monkeypatch):
