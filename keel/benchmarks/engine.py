@@ -105,7 +105,7 @@ def keel_rounds(
     with (
         tempfile.TemporaryDirectory(prefix="keel-bench-") as folder,
         app_directory() as app,
-        simulation_superlink(Path(folder), app, variables) as client,
+        simulation_superlink(Path(folder), variables) as client,
     ):
         out, log = Path(folder, "runs"), Path(folder, "log")
         mark = client.environment[MARK]

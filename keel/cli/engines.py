@@ -180,7 +180,7 @@ def run_on_flower(job: Job, terminal: Terminal) -> None:
         with (
             app_directory() as app,
             removed_unless_failed(folder),
-            simulation_superlink(folder, app, job.variables) as client,
+            simulation_superlink(folder, job.variables) as client,
         ):
             flower = FlowerRun(client, app, folder / "flwr.log")
             arguments = ["--federation-config", job.federation_config()]

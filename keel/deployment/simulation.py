@@ -15,7 +15,7 @@ from pathlib import Path
 
 from keel.deployment.superlink import SuperLinkClient, check_programs, free_ports
 from keel.runs import LOCK_FILE, is_locked
-from protocol.config import keel_home
+from protocol.config import app_folder, keel_home
 from protocol.files import naming
 
 START_TIMEOUT_S = 60.0
@@ -32,7 +32,7 @@ def engine_folder(name: str) -> Path:
 
 @contextmanager
 def simulation_superlink(
-    folder: Path, app: Path, variables: Mapping[str, str] | None = None
+    folder: Path, variables: Mapping[str, str] | None = None
 ) -> Iterator[SuperLinkClient]:
     """A SuperLink for simulations; yields its client, in whose environment `flwr run` is called.
 
@@ -49,14 +49,12 @@ def simulation_superlink(
                 shutil.rmtree(path, ignore_errors=True)
             elif path.name != LOCK_FILE:
                 path.unlink()
-        with started_superlink(folder, app, variables or {}) as client:
+        with started_superlink(folder, variables or {}) as client:
             yield client
 
 
 @contextmanager
-def started_superlink(
-    folder: Path, app: Path, variables: Mapping[str, str]
-) -> Iterator[SuperLinkClient]:
+def started_superlink(folder: Path, variables: Mapping[str, str]) -> Iterator[SuperLinkClient]:
     """The SuperLink of `simulation_superlink`, in an empty folder."""
     http, control = free_ports(2)
     client = SuperLinkClient(folder, f"127.0.0.1:{http}")
@@ -83,7 +81,7 @@ def started_superlink(
                 *("--host", "127.0.0.1", "--port", str(http)),
                 *("--control-api-address", f"127.0.0.1:{control}"),
             ],
-            cwd=app,
+            cwd=app_folder,
             env=client.environment,
             stdout=log_file,
             stderr=subprocess.STDOUT,

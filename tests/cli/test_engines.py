@@ -286,7 +286,7 @@ def test_of_two_superlinks_that_start_at_once_in_a_folder_one_is_refused(tmp_pat
     """Two resumes of a run: the second waited for the first, or removed what it needed."""
 
     @contextmanager
-    def started(folder, app, variables):
+    def started(folder, variables):
         found.append(sorted(path.name for path in folder.iterdir()))
         (folder / "config.toml").write_text("of the first")
         yield None
@@ -295,16 +295,16 @@ def test_of_two_superlinks_that_start_at_once_in_a_folder_one_is_refused(tmp_pat
     (folder / "old").mkdir(parents=True)
     (folder / "flwr.log").write_text("of an attempt that failed")
     monkeypatch.setattr(simulation, "started_superlink", started)
-    with simulation_superlink(folder, tmp_path):
+    with simulation_superlink(folder):
         with (
             pytest.raises(ValueError, match=r"^a run named run is running: wait"),
-            simulation_superlink(folder, tmp_path),
+            simulation_superlink(folder),
         ):
             pass
         assert (folder / "config.toml").exists()
         assert lock_holder(folder / ".lock") == os.getpid()
     assert found == [[".lock"]]
-    with simulation_superlink(folder, tmp_path):
+    with simulation_superlink(folder):
         assert len(found) == 2
 
 

@@ -95,7 +95,7 @@ def test_missing_programs_of_flower_are_named_with_what_to_do(tmp_path, monkeypa
     missing = "flower-superlink, flower-superexec, flwr-serverapp, flwr-simulation"
     with (
         pytest.raises(ValueError, match=missing) as error,
-        simulation_superlink(tmp_path / "engine", tmp_path),
+        simulation_superlink(tmp_path / "engine"),
     ):
         pass
     assert f"{python} -m pip install --force-reinstall --no-deps 'flwr[" in str(error.value)
