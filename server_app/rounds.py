@@ -228,7 +228,9 @@ def train_round(
 
     started = time.perf_counter()
     try:
-        following, _ = strategy.aggregate_train(server_round, ())
+        # on every engine the same number: the last bits of a server half's sums depend on it
+        with threads(run.config.train.threads or torch.get_num_threads()):
+            following, _ = strategy.aggregate_train(server_round, ())
     finally:  # too few replies end the run
         report = strategy.report
         if report.left_out:

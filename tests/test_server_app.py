@@ -4,12 +4,14 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+import torch
 from flwr.app import Context, RecordDict
 
 import client_app.app
 import server_app.federation
 from server_app.app import SUPERLINK_TIMEOUT_S, log_to_stdout, main
 from server_app.inline import InlineGrid, simulated_nodes
+from strategies import Average
 
 
 @pytest.fixture(autouse=True)
@@ -85,3 +87,21 @@ def test_a_warning_from_before_there_is_a_directory_is_in_its_log(
     assert [n for n, line in enumerate(lines) if "not read" in line] == [0]
     assert lines[0].endswith(" a WARNING 30 files are not read")
     assert len(own_log_handlers.handlers) == 1  # that of the output
+
+
+def test_a_server_half_computes_with_the_runs_threads(run, monkeypatch):
+    """In a server of its own it had as many as the machine: its sums had other last bits."""
+    found, accept, next_arrays = [], Average.accept, Average.next_arrays
+
+    def accepted(self, server_round, message):
+        torch.set_num_threads(3)  # inline, the training of a client has set the run's
+        accept(self, server_round, message)
+
+    def following(self, current, replies):
+        found.append(torch.get_num_threads())
+        return next_arrays(self, current, replies)
+
+    monkeypatch.setattr(Average, "accept", accepted)
+    monkeypatch.setattr(Average, "next_arrays", following)
+    run({"method": "fedavg", "num-rounds": 1, "threads": 2})
+    assert found == [2]
