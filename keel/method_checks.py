@@ -405,6 +405,13 @@ def flags_are_consistent(subject: Subject) -> None:
         f"{'returns None' if personal is None else 'returns a model'}",
     )
     stored = stored_model(update.state, ctx.received)
+    if personal is not None and update.state and not method.is_tuned_for_evaluation():
+        require(
+            bool(stored),
+            "`keel predict --client` reads a personal model from client state, of the group "
+            "'model', 'personal' or 'head', and there is none: client state has "
+            f"{', '.join(map(repr, update.state))}: store what personal_model returns in 'model'",
+        )
     if stored and isinstance(personal, StagedModel) and not method.is_tuned_for_evaluation():
         require(
             not difference(stored, dict(personal.state_dict())),

@@ -235,6 +235,30 @@ def test_a_personal_model_that_predict_would_not_use_is_named(monkeypatch, tmp_p
     assert "groups 'personal'" in result.reason
 
 
+def test_a_personal_model_that_predict_cannot_read_is_named(monkeypatch, tmp_path):
+    only = {name: check for name, check in keel.method_checks.CHECKS.items() if "flags" in name}
+    monkeypatch.setattr(keel.method_checks, "CHECKS", only)
+
+    @dataclass(frozen=True)
+    class OwnFirstLayer(METHODS["ditto"]):
+        """Stores a part of the model, which the received one completes, as FedBN does."""
+
+        def personal_model(self, ctx, state):
+            ctx.model.load_state_dict(ctx.received | state.get("first", {}))
+            return ctx.model
+
+        def phases(self, ctx):
+            update = yield from super().phases(ctx)
+            first = {n: a for n, a in update.state["personal"].items() if n.startswith("conv1")}
+            return replace(update, state={"first": first})
+
+    with_method(monkeypatch, "ditto", OwnFirstLayer)
+    [result] = check_method("ditto", tmp_path)
+    assert result.outcome == "FAIL"
+    assert "of the group 'model', 'personal' or 'head', and there is none" in result.reason
+    assert "client state has 'first'" in result.reason
+
+
 def test_nothing_else_is_checked_without_the_options_defaults(monkeypatch, tmp_path):
     defaults = {k: v for k, v in default_config().items() if k != "fedprox.mu"}
     monkeypatch.setattr(keel.method_checks, "default_config", lambda: defaults)
