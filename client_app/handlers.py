@@ -7,6 +7,7 @@ Runs in the process of the ClientApp in simulation, and in the resident worker
 import copy
 import logging
 import math
+import operator
 import os
 import threading
 import time
@@ -641,7 +642,10 @@ def copy_shared(update: Update, ctx: RoundContext) -> None:
 
 
 def check_update(method: Method, update: Any) -> None:
-    """TypeError if what came of local training is no `Update` with fields of the right types."""
+    """TypeError if what came of local training is no `Update` with fields of the right types.
+
+    Converts its numbers to `int` and `float`.
+    """
     source: Callable[..., Any] = method.phases
     if type(method).train is not Method.train:
         source = method.train
@@ -661,15 +665,25 @@ def check_update(method: Method, update: Any) -> None:
                 f"{place_of(source)}: Update.{name} is {what}: expected a dict of {kind}"
             )
     check_groups(method, update.state)
-    numbers: dict[str, Any] = {"num_steps": update.num_steps}
-    numbers |= {f"terms[{term!r}]": value for term, value in update.terms.items()}
-    for name, value in numbers.items():
-        try:
-            float(value)
-        except (TypeError, ValueError) as error:
-            raise TypeError(
-                f"{type(method).__name__}: Update.{name} is {value!r}: expected a number"
-            ) from error
+    update.num_steps = converted(method, "num_steps", update.num_steps, operator.index)
+    update.terms = {
+        term: converted(method, f"terms[{term!r}]", value, float)
+        for term, value in update.terms.items()
+    }
+
+
+def converted(method: Method, name: str, value: Any, to: Callable[[Any], Any]) -> Any:
+    """A number of an update as `int` or `float`; TypeError if it is none.
+
+    to: `operator.index` or `float`. A tensor of one value is a number, too.
+    """
+    try:
+        return to(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last: of a tensor
+        expected = "a number" if to is float else "an int"
+        raise TypeError(
+            f"{type(method).__name__}: Update.{name} is {value!r}: expected {expected}"
+        ) from error
 
 
 def check_groups(method: Method, state: Mapping[str, Any]) -> None:

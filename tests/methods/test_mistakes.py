@@ -149,7 +149,9 @@ def test_client_state_of_another_form_is_named(kind, state: Any, found):
         ("extra", {"v": 3.0}, ": Update.extra is float in 'v': expected a dict of tensors"),
         ("terms", None, ": Update.terms is NoneType: expected a dict of numbers"),
         ("state", None, ": Update.state is NoneType: expected a dict of dicts of tensors"),
-        ("num_steps", "many", "Update.num_steps is 'many': expected a number"),
+        ("num_steps", "many", "Update.num_steps is 'many': expected an int"),
+        ("num_steps", 1.5, "FedAvg: Update.num_steps is 1.5: expected an int"),
+        ("terms", {"a": torch.zeros(2)}, "Update.terms['a'] is tensor([0., 0.]): expected a num"),
     ],
 )
 def test_an_update_with_a_field_of_another_type_is_named(field, value: Any, found):
@@ -157,6 +159,13 @@ def test_an_update_with_a_field_of_another_type_is_named(field, value: Any, foun
     fields = {"arrays": {}, "num_steps": 1, "terms": {}} | {field: value}
     with pytest.raises(TypeError, match=re.escape(found)):
         check_update(FedAvg(), Update(**fields))
+
+
+def test_numbers_of_an_update_that_are_tensors_are_converted():
+    update = Update(arrays={}, num_steps=torch.tensor(3), terms={"supervised": torch.tensor(0.5)})
+    check_update(FedAvg(), update)
+    assert (type(update.num_steps), update.num_steps) == (int, 3)
+    assert (type(update.terms["supervised"]), update.terms) == (float, {"supervised": 0.5})
 
 
 def test_a_part_of_the_model_that_does_not_exist_is_named(run, monkeypatch):
