@@ -35,7 +35,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from protocol.files import part_of, remove_parts, write_atomically
+from protocol.files import STATE_FILE, part_of, remove_parts, write_atomically
 
 default_names = ("localhost", "127.0.0.1", "superlink")  # health check; the name under compose
 reserved_names = ("ca", "server", "local")  # the last: of `make deploy-local`
@@ -328,11 +328,13 @@ def make_credentials(
     """
     registered_clients = [path.stem for path in (folder / "server" / "clients").glob("*.pub")]
     for name in clients:
-        is_reserved = name in reserved_names and name not in registered_clients
-        if is_reserved or not client_name.fullmatch(name):
+        is_reserved = name in reserved_names or bool(re.fullmatch(STATE_FILE, name))
+        is_known = name in registered_clients  # by an earlier version of Keel
+        if (is_reserved and not is_known) or not client_name.fullmatch(name):
             raise ValueError(
-                f"client {name!r}: expected at most 63 letters, digits, '.', '_' and '-', and not "
-                "'ca', 'server' or 'local'"
+                f"client {name!r}: expected at most 63 letters, digits, '.', '_' and '-', not "
+                "'ca', 'server' or 'local', and not the name of a file of client state, such as "
+                "'reset-state'"
             )
     refuse_same_containers(clients, sorted(registered_clients))
     all_names = list(dict.fromkeys([*names, *default_names]))

@@ -128,6 +128,8 @@ def test_a_client_is_added_later_and_nothing_else_changes(made):
         (["ok.org"], ["ca"], "expected at most 63 letters"),
         (["ok.org"], ["site-a", "server"], "client 'server': expected at most 63 letters"),
         (["ok.org"], ["local"], "client 'local': .* not 'ca', 'server' or 'local'"),
+        (["ok.org"], ["reset-state"], "'reset-state': .* not the name of a file of client state"),
+        (["ok.org"], ["round-00001-0123456789abcdef"], "not the name of a file of client state"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_made_for_them(tmp_path, names, clients, said):
