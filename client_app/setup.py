@@ -203,7 +203,7 @@ def device_for(name: str) -> torch.device:
         )
     if device.type not in ("cpu", "cuda"):
         try:
-            torch.empty(0, device=device)
+            torch.empty(1, device=device).item()  # meta has no values
         except (RuntimeError, AssertionError) as error:  # the latter: torch was built without it
             raise ValueError(
                 f"device = {name!r}: torch cannot use it here: expected auto, cpu, cuda or cuda:N"

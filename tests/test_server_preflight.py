@@ -280,6 +280,12 @@ def test_a_device_that_this_torch_lacks_is_named(name, monkeypatch):
         device_for(name)
 
 
+def test_a_device_without_values_is_named():
+    """A client of a deployment with such a node config failed in its first round."""
+    with pytest.raises(ValueError, match=r"^device = 'meta': .* expected auto, cpu, cuda or cuda:"):
+        device_for("meta")
+
+
 def source(train, labels, classes=("a", "b")):
     split = ImageSplit(np.asarray(train, dtype=np.uint8), np.asarray(labels))
     return Source("s", split, split, classes, (0.5,), (0.5,))
