@@ -178,6 +178,8 @@ def load_recipe(name: str) -> Recipe:
         if name and path.exists():
             raise ValueError(f"recipe {path}: expected a file whose name ends in .yaml or .yml")
         refuse_unknown("recipe", name, list(shipped))
+    if path.exists() and not (path.is_file() or path.is_dir()):  # it may never end
+        raise ValueError(f"recipe {path}: it is not a plain file")
     try:
         text = path.read_text("utf-8")
     except OSError as error:

@@ -1335,3 +1335,11 @@ def test_a_recipe_whose_name_has_another_ending_is_not_taken_for_a_shipped_one(t
     (tmp_path / "mine.txt").write_text(good)
     with pytest.raises(ValueError, match=r"mine\.txt: expected a file whose name ends in \.yaml"):
         load_recipe(str(tmp_path / "mine.txt"))
+
+
+def test_a_recipe_that_never_ends_is_refused(tmp_path):
+    """It ended in a MemoryError."""
+    path = tmp_path / "a.yaml"
+    path.symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match=f"^recipe {path}: it is not a plain file$"):
+        load_recipe(str(path))
