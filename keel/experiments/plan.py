@@ -32,7 +32,7 @@ from keel.experiments.scale import SCALES, Keys, scaled_round
 from protocol.config import RENAMED_KEYS, RunConfig, resolve_config
 from protocol.files import digest
 from protocol.models import MODELS
-from protocol.options import OptionValue, did_you_mean
+from protocol.options import MAX_INTEGER, OptionValue, did_you_mean
 from protocol.text import num_of
 
 TUNED_SEEDS = 5  # that judge a tuned side, beside the one that tuned it
@@ -355,7 +355,7 @@ def fault_of_job(about: Mapping[str, Any]) -> str:
     if about["scale"] not in SCALES:
         return f"scale = {about['scale']!r:.40}"
     seeds, cells = about["seeds"], about.get("cells", [])
-    if not seeds or not all(type(seed) is int and seed >= 0 for seed in seeds):
+    if not seeds or not all(type(s) is int and 0 <= s <= MAX_INTEGER for s in seeds):
         return f"seeds = {seeds!r:.40}"
     if not isinstance(cells, list) or not all(
         isinstance(cell, list) and [type(name) for name in cell] == [str, str] for cell in cells

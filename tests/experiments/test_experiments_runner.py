@@ -988,6 +988,7 @@ def test_a_damaged_job_is_named(tmp_path):
     [
         *(("text", 3), ("recipe", 3), ("scale", "week"), ("changes", []), ("full_grid", "x")),
         *(("seeds", None), ("seeds", []), ("seeds", [0, "x"]), ("seeds", "ab")),
+        ("seeds", [10**30]),
         *(("cells", 3), ("cells", [["FedAvg"]]), ("cells", [["FedAvg", 1]])),
     ],
 )
