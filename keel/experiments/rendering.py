@@ -220,7 +220,9 @@ def write_report(output: Path) -> list[Path]:
     for section in sections:
         papers.setdefault(section.paper, []).append(section)
         for kind, text in section.exports.items() if section.results else ():
-            write_atomically(output / "tables" / f"{section.stem}.{kind}", text.encode())
+            write_atomically(
+                output / "tables" / f"{section.stem}.{kind}", text.encode(errors="replace")
+            )
     content = {
         "sections": sections,
         "papers": papers,
@@ -231,7 +233,8 @@ def write_report(output: Path) -> list[Path]:
     paths = [output / "report.html", output / "report.md"]
     for path in paths:
         page = environment.get_template(f"{path.name}.j2").render(content)
-        write_atomically(path, page.encode())
+        # runs may come from others: a surrogate, which UTF-8 lacks, becomes a question mark
+        write_atomically(path, page.encode(errors="replace"))
     return paths
 
 

@@ -969,6 +969,16 @@ def test_a_job_without_a_cell_of_its_recipe_is_named_and_no_empty_table(tmp_path
         write_report(tmp_path)
 
 
+@pytest.mark.parametrize("key", ["machines", "code"])
+def test_text_that_utf_8_lacks_is_a_question_mark_in_a_report(key, tmp_path):
+    """The runs of a restored archive may be anyone's: a report ended without the file's name."""
+    _, (run, *_) = all_run(tmp_path)
+    path = run.folder / "attempt" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: ["x\ud800y"]}))
+    for report in write_report(tmp_path):
+        assert "x?y" in report.read_text("utf-8")
+
+
 def test_a_damaged_job_is_named(tmp_path):
     (tmp_path / "jobs").mkdir()
     job = tmp_path / "jobs" / "x.json"
