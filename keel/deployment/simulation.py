@@ -21,7 +21,8 @@ from protocol.files import naming
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 30.0  # for processes to end after SIGTERM: the ServerApp writes its summary
 LOCK_TIMEOUT_S = 1.0  # `is_locked` may hold the lock briefly
-MARK_FILE = "mark"
+MARK_FILE = "mark"  # the mark and, in a second line, the folder of Ray's sockets
+RAY_PREFIX = "keel-ray-"
 MARK = "KEEL_ENGINE"  # environment variable of every process that came of such a SuperLink
 
 
@@ -60,7 +61,7 @@ def started_superlink(folder: Path, variables: Mapping[str, str]) -> Iterator[Su
     client = SuperLinkClient(folder, f"127.0.0.1:{http}")
     check_programs(client.environment["PATH"])
     mark = f"{os.getpid()}-{time.time_ns()}"
-    sockets = tempfile.mkdtemp(prefix="keel-ray-")  # short: it holds the paths of sockets
+    sockets = tempfile.mkdtemp(prefix=RAY_PREFIX)  # short: it holds the paths of sockets
     # Ray's agents set their titles, which would overwrite the environment that /proc shows
     client.environment |= {MARK: mark, "SPT_NOENV": "1"} | dict(variables)
     # there is only one run, and polling for others costs the SuperLink time
@@ -70,7 +71,7 @@ def started_superlink(folder: Path, variables: Mapping[str, str]) -> Iterator[Su
     log_path = folder / "superlink.log"
     with log_path.open("w") as log_file:
         with naming(folder / MARK_FILE):
-            (folder / MARK_FILE).write_text(mark)
+            (folder / MARK_FILE).write_text(f"{mark}\n{sockets}")
         process = subprocess.Popen(
             [
                 # Keel's, with a database: Flower's would end the run after a suspended machine or a
@@ -115,13 +116,18 @@ def end_abandoned(folder: Path) -> bool:
 
 
 def end_marked(folder: Path) -> bool:
-    """End the processes with the mark in `folder`; whether there were any."""
+    """End the processes with the mark in `folder`; whether there were any.
+
+    Then remove the folder of Ray's sockets.
+    """
     path = folder / MARK_FILE
-    mark = path.read_text() if path.exists() else ""
-    if not mark or not marked_processes(mark):
-        return False
-    end_processes(None, mark)
-    return True
+    mark, _, sockets = path.read_text().partition("\n") if path.exists() else ("", "", "")
+    had_processes = bool(mark and marked_processes(mark))
+    if had_processes:
+        end_processes(None, mark)
+    if Path(sockets).name.startswith(RAY_PREFIX):
+        shutil.rmtree(sockets, ignore_errors=True)
+    return had_processes
 
 
 def end_processes(superlink: subprocess.Popen[bytes] | None, mark: str) -> None:

@@ -536,11 +536,14 @@ def test_a_run_that_is_not_running_cannot_be_stopped(two, refusal):
 
 
 @contextmanager
-def left_over(name: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that a killed `keel run --engine flower` of this run left behind."""
+def left_over(name: str, sockets: Path | str = "") -> Iterator[subprocess.Popen[bytes]]:
+    """A process that a killed `keel run --engine flower` of this run left behind.
+
+    sockets: the folder of Ray's.
+    """
     folder, mark = engine_folder(name), f"left-over-{name}"
     folder.mkdir(parents=True)
-    (folder / "mark").write_text(mark)
+    (folder / "mark").write_text(f"{mark}\n{sockets}" if sockets else mark)
     with subprocess.Popen(["sleep", "100"], env=os.environ | {MARK: mark}) as process:
         try:
             yield process
@@ -552,10 +555,13 @@ def test_stop_ends_the_superlink_of_a_killed_keel_run_after_its_run_has_finished
     two, tmp_path, printed, monkeypatch, refusal
 ):
     monkeypatch.setenv("KEEL_HOME", str(tmp_path))
-    with left_over("one") as process:
+    sockets = tmp_path / "keel-ray-x"
+    (sockets / "session").mkdir(parents=True)
+    with left_over("one", sockets) as process:
         text = printed("stop", str(two / "one"))
         assert text == "one: finished; ended the Flower processes that it left behind\n"
         assert process.wait(10)
+    assert not sockets.exists()
     assert "one is not running: finished" in refusal("stop", str(two / "one"))
 
 
