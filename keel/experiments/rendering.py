@@ -7,6 +7,7 @@ import base64
 import csv
 import io
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -265,6 +266,14 @@ def own_values(recipe: Recipe, other: Recipe) -> Iterator[str]:
         yield words if is_in_all else f"{words} in {' and '.join(names)}"
 
 
+@jinja2.pass_context
+def without_tags(context: jinja2.runtime.Context, value: object) -> object:
+    """In Markdown, text in which nothing begins an HTML tag; else the value."""
+    if isinstance(value, str) and str(context.name).endswith(".md.j2"):
+        return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", value)
+    return value
+
+
 def template_environment() -> jinja2.Environment:
     """Jinja with the templates of this folder and the filters for numbers and pictures."""
     environment = jinja2.Environment(
@@ -274,6 +283,7 @@ def template_environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
+        finalize=without_tags,
     )
     environment.filters |= {"number": shown, "ours": ours, "absence": absence, "missing": missing}
     environment.filters |= {"data_uri": data_uri, "text_uri": text_uri}

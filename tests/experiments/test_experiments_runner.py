@@ -1457,7 +1457,10 @@ def test_text_of_a_recipe_is_escaped_and_its_notes_are_below_the_table(tmp_path)
     assert "<script>alert" not in page
     note = "<li>&lt;script&gt;alert(1)&lt;/script&gt;</li>"
     assert page.index("not tested") < page.index('<table class="sortable') < page.index(note)
-    assert "\n- <script>alert(1)</script>\n- second\n\n| claim |" in markdown
+    assert "\n## a < b\n" in markdown
+    assert "\n| &lt;b>A & B&lt;/b> |" in markdown
+    assert "\n- &lt;script>alert(1)&lt;/script>\n- second\n\n| claim |" in markdown
+    assert markdown.count("<") == markdown.count(" < ")
 
 
 def test_a_bar_in_a_name_divides_no_cell_of_the_report(tmp_path):
