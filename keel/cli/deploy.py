@@ -99,7 +99,9 @@ def loopback(
             "this image does not include `keel deploy loopback`: use a checkout or `pip install`"
         ) from None
 
-    keys = {"output-dir": str(keel_home() / "runs")} | parse_overrides(overrides or [])
+    keys = parse_overrides(overrides or [])
+    if "resume" not in keys:  # such a run stays where it is
+        keys.setdefault("output-dir", str(keel_home() / "runs"))
     check_simulated(checked_config(keys), clients)  # a mistake shows here rather than in a log
     with app_directory() as app:
         finished, log = deploy_and_run(app, keys, clients, folder, timeout)

@@ -265,12 +265,21 @@ def deploy_and_run(
     """Deploy on this machine and run once; whether the run finished, and its log.
 
     app: directory of the Flower app. root: of logs and state; None: a temporary directory.
+    TimeoutError, with how to continue the run, if it does not end in time.
     """
+    state = " and the same --folder" if root else "; a stateful method needs --folder for this"
     with contextlib.ExitStack() as stack:
         if root is None:
             root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="keel-")))
         root.mkdir(parents=True, exist_ok=True)
         local = stack.enter_context(running(root, partitions(num_clients)))
         run_id = local.superlink.submit(overrides, app)
-        status = local.superlink.wait(run_id, timeout_s)
+        try:
+            status = local.superlink.wait(run_id, timeout_s)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{error}, the limit of --timeout, so all processes are stopped: repeat the "
+                "command with a longer one, or continue the run, whose directory `keel list` "
+                f"names, with resume=DIRECTORY{state}"
+            ) from error
         return status == "finished:completed", local.superlink.log(run_id)

@@ -4,13 +4,16 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 from run_fixtures import wait_until
 from tools.processes import descendants
 
 import keel.deployment.loopback
-from keel.deployment.loopback import LocalProcess, restarting
+from keel.cli.main import main
+from keel.deployment.loopback import LocalProcess, deploy_and_run, restarting
 from protocol.config import app_folder
 
 sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -93,3 +96,35 @@ def test_a_process_whose_parent_ended_before_it_could_ask_ends_too():
     command = [sys.executable, "-c", ask]
     said = subprocess.run(command, cwd=app_folder, capture_output=True, text=True, timeout=60)
     assert (said.returncode, said.stdout) == (1, "lives\n")
+
+
+def test_the_limit_of_a_run_says_how_to_continue_it(tmp_path, monkeypatch):
+    """It said only that the run is running."""
+
+    @contextmanager
+    def running(root, node_configs):
+        yield SimpleNamespace(superlink=SimpleNamespace(submit=lambda *_: 7, wait=wait))
+
+    def wait(run_id, timeout_s):
+        raise TimeoutError(f"run {run_id} is running after {timeout_s:g} s")
+
+    monkeypatch.setattr(keel.deployment.loopback, "running", running)
+    for root, hint in ((tmp_path, " and the same --folder"), (None, "; a stateful method needs ")):
+        with pytest.raises(TimeoutError) as caught:
+            deploy_and_run(app_folder, {}, 2, root, 9)
+        assert str(caught.value).startswith("run 7 is running after 9 s, the limit of --timeout")
+        assert f"with resume=DIRECTORY{hint}" in str(caught.value)
+
+
+def test_a_resumed_run_stays_where_it_is(monkeypatch):
+    """It was refused: its output-dir cannot change."""
+    keys = []
+
+    def deployed(app, overrides, *_):
+        keys.append(overrides)
+        return True, "log"
+
+    monkeypatch.setattr(keel.deployment.loopback, "deploy_and_run", deployed)
+    assert main(["deploy", "loopback", "resume=/runs/a"]) == 0
+    assert main(["deploy", "loopback", "num-rounds=1"]) == 0
+    assert ["output-dir" in given for given in keys] == [False, True]
