@@ -240,7 +240,8 @@ def error_reply(error: Exception, message: Message, context: Context) -> Error:
 def without_file_names(reason: str, error: Exception, source: str) -> str:
     """The reason as the server gets it: paths and files of a site may name people.
 
-    source: of the client's node config; its path is left out too, and Keel's and the user's folder.
+    source: of the client's node config; its path is left out too, as are
+    $KEEL_HOME and the user's folder.
     """
     log_has_it = "this client's log names the file"
     if isinstance(error, ImageFileError):
@@ -606,9 +607,10 @@ def check_unchanged(training: Training) -> None:
         if now.get((where, name)) != version
     ]
     for network in ctx.networks.all():
+        # its weights are received arrays or client state, without a copy
         overwritten = {n: tensor for n, tensor in network.tensors.items() if is_overwritten(tensor)}
         give_back(overwritten.values())  # the network is also the next client's
-        changed += [f"{name} of a frozen model" for name in overwritten]  # which are such arrays
+        changed += [f"{name} of a frozen model" for name in overwritten]
     if changed:
         raise TypeError(
             f"{type(training.method).__name__} changes {changed[0]} in place: received arrays are "
@@ -642,7 +644,7 @@ def copy_shared(update: Update, ctx: RoundContext) -> None:
 
 
 def check_update(method: Method, update: Any) -> None:
-    """TypeError if what came of local training is no `Update` with fields of the right types.
+    """TypeError unless local training returned an `Update` with fields of the right types.
 
     Converts its numbers to `int` and `float`.
     """
@@ -673,7 +675,7 @@ def check_update(method: Method, update: Any) -> None:
 
 
 def converted(method: Method, name: str, value: Any, to: Callable[[Any], Any]) -> Any:
-    """A number of an update as `int` or `float`; TypeError if it is none.
+    """A number of an update as `int` or `float`; TypeError if it is not a number.
 
     to: `operator.index` or `float`. A tensor of one value is a number, too.
     """

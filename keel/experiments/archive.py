@@ -306,9 +306,9 @@ def reading(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def is_of_archive(name: str) -> bool:
-    """Whether a file of a zip is called as `pack` calls it: jobs/JOB, or runs/RUN/ATTEMPT/FILE."""
+    """Whether `pack` writes files of such names: jobs/JOB, or runs/RUN/ATTEMPT/FILE."""
     top, *parts = name.split("/")
-    is_plain = not {"", ".", ".."} & {*parts}  # no folder, and none elsewhere
+    is_plain = not {"", ".", ".."} & {*parts}  # neither a folder nor a path out of it
     return is_plain and len(parts) == {"jobs": 1, "runs": 3}.get(top)
 
 

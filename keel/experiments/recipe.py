@@ -296,7 +296,7 @@ def _product(axes: Iterator[list[Entry]] | Sequence[list[Entry]]) -> list[Entry]
 
 
 def check_number(number: int, line: int) -> None:
-    """LineError for more combinations of values than anybody runs."""
+    """LineError if there are more than MAX_COMBINATIONS combinations of values."""
     if number > MAX_COMBINATIONS:
         raise LineError(
             line, f"{number:,} combinations of values: expected at most {MAX_COMBINATIONS:,}"

@@ -239,7 +239,7 @@ def num_values(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
 
 
 def loaded(text: str) -> Any:
-    """What is in the YAML file. LineError if aliases repeat values beyond measure."""
+    """The content of a YAML file. LineError if its aliases expand to over MAX_VALUES values."""
     loader = _Loader(text)  # a SafeLoader
     try:
         node = loader.get_single_node()
