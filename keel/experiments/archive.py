@@ -48,7 +48,8 @@ def pack(output: Path, archive: Path) -> list[Path]:
     """Copy every job of an output folder that has runs into `archive`; returns the zips.
 
     ValueError, before anything is written, if this would remove a run from one that is there, or
-    put runs of other code beside its runs, or if two jobs with different runs have the same zip.
+    put runs of other code beside its runs, if two jobs with different runs have the same zip, or
+    for more than `reading` accepts.
     """
     written: dict[Path, dict[str, str]] = {}
     jobs: dict[Path, Path] = {}  # by their zip
@@ -81,6 +82,12 @@ def pack(output: Path, archive: Path) -> list[Path]:
                     f"{other} and {job} share the archive {path.name}, because they differ only in "
                     "where their data is, but their seeds, cells or runs differ: remove one of "
                     "them, or move it with its runs to another --output"
+                )
+            num_bytes = sum(len(text.encode()) for text in files.values())
+            if num_bytes > MAX_BYTES:  # `reading` would refuse it
+                raise ValueError(
+                    f"{path} would have {num_bytes:,} bytes, unpacked: expected at most "
+                    f"{MAX_BYTES:,}: keep {output} instead"
                 )
             refuse_loss(path, files, places, output)
             written[path] = files

@@ -531,6 +531,14 @@ def test_a_zip_that_unpacks_to_far_more_is_refused_before_it_is_read(output, ref
     assert re.match(f"error: {path}: its files have [0-9,]+ bytes, more than 100; expected", said)
 
 
+def test_runs_that_are_too_large_for_a_zip_are_not_packed(output, monkeypatch):
+    """They were, and `restore` refused the zip."""
+    monkeypatch.setattr("keel.experiments.archive.MAX_BYTES", 100)
+    with pytest.raises(ValueError, match=f"expected at most 100: keep {output} instead"):
+        pack(output, output / "histories")
+    assert not list(output.glob("histories/*"))
+
+
 def archived(path: Path) -> list[str]:
     """The runs in a zip, by method and seed."""
     with zipfile.ZipFile(path) as archive:
