@@ -410,7 +410,11 @@ class FlowerRun:
         A full disk costs lines of the log, not the run.
         """
         try:
-            with self.log_path.open("wb", buffering=0) as log:
+            log = self.log_path.open("wb", buffering=0)
+        except OSError:
+            log = Path(os.devnull).open("wb", buffering=0)  # noqa: SIM115  # closed below
+        try:
+            with log:
                 for line in output:
                     with suppress(OSError):
                         log.write(line.encode())

@@ -119,9 +119,10 @@ def test_a_run_whose_process_was_killed_is_not_explained_by_its_last_round(tmp_p
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_log_that_does_not_fit_on_the_disk_hides_neither_the_run_nor_its_end(tmp_path):
+@pytest.mark.parametrize("path", ["/dev/full", "/missing/flwr.log"])
+def test_a_log_that_does_not_fit_on_the_disk_hides_neither_the_run_nor_its_end(path, tmp_path):
     """`keel run --engine flower` and `--engine deployment` waited for ever."""
-    flower = FlowerRun(SuperLinkClient(tmp_path, "localhost:1"), root, Path("/dev/full"))
+    flower = FlowerRun(SuperLinkClient(tmp_path, "localhost:1"), root, Path(path))
     flower.read(io.StringIO("Successfully started run 12\n12:00:03 error: no data\n"))
     assert flower.run_id == "12"
     printed = [flower.printed.get(timeout=1) for _ in range(3)]
