@@ -218,7 +218,7 @@ def _open_entry(entry: Path) -> Source:
             std=tuple(map(float, about["std"])),
         )
     except Exception as error:  # numpy raises any of them for a damaged header
-        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+        if isinstance(error, (OSError, MemoryError)) and not isinstance(error, FileNotFoundError):
             raise
         advice = "remove it, so that the images are decoded again"
         raise ImageFileError(
