@@ -703,7 +703,7 @@ def check_groups(method: Method, state: Mapping[str, Any]) -> None:
             )
         if not all(isinstance(name, str) for name in (group, *arrays)) or "/" in group:
             raise TypeError(
-                f"{named} has {[*arrays]}: expected strings as names, and no '/' in the first"
+                f"{named} has {[*arrays]}: expected strings as names, and no '/' in a group's"
             )
         if odd := [name for name, array in arrays.items() if array.dtype not in DTYPES]:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)

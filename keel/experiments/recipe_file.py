@@ -148,8 +148,8 @@ def _seeds(value: object) -> object:
     are_valid = isinstance(seeds, list) and all(type(s) is int and s >= 0 for s in seeds)
     if not are_valid or not seeds or len(set(seeds)) < len(seeds):  # type: ignore[arg-type, call-overload]
         raise ValueError(
-            f"expected how many, a number >= 1 and <= {MAX_SEEDS}, or a list of different seeds >= "
-            "0, such as [42]"
+            f"expected the number of seeds, from 1 to {MAX_SEEDS:,}, or a list of different seeds "
+            ">= 0, such as [42]"
         )
     return seeds
 
@@ -246,7 +246,7 @@ def loaded(text: str) -> Any:
         if node is None:
             return None
         if num_values(node, {}) > MAX_VALUES:
-            raise LineError(1, f"aliases make more than {MAX_VALUES:,} values of it: repeat fewer")
+            raise LineError(1, f"its aliases stand for more than {MAX_VALUES:,} values: use fewer")
         return loader.construct_document(node)
     finally:
         loader.dispose()

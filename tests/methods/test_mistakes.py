@@ -131,7 +131,7 @@ class Stateful(FedAvg):
         (Stateful, {"m": {"w": 3.0}}, "Update.state['m'] is float in 'w': expected a dict of ten"),
         (Stateful, {"m": {"w": np.zeros(3)}}, "Update.state['m'] is ndarray in 'w': expected a d"),
         (Stateful, {"m": {0: torch.zeros(3)}}, "Stateful: Update.state['m'] has [0]: expected str"),
-        (Stateful, {"a/b": {"w": torch.zeros(3)}}, "no '/' in the first"),
+        (Stateful, {"a/b": {"w": torch.zeros(3)}}, "no '/' in a group's"),
         (Stateful, {"m": {"w": torch.zeros(3) * 1j}}, "['w'] is torch.complex64: expected one of"),
     ],
 )
