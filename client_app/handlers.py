@@ -119,15 +119,12 @@ process_caches, turn = ProcessCaches(), Turn()
 cpu = torch.device("cpu")
 
 
-def advice(rate_keys: Sequence[str] = Method.rate_keys) -> str:
+def advice(rate_keys: Sequence[str]) -> str:
     """What to change where local training diverges. rate_keys: of the method."""
     return (
         f"Lower {' or '.join(rate_keys)}, set clip-norm above 0, or look in the loss for a "
         "gradient that is not finite, such as that of sqrt at 0"
     )
-
-
-ADVICE = advice()
 
 
 def forget_data() -> None:

@@ -185,7 +185,7 @@ def _write_entry(entry: Path, key: Key, raw: RawSource) -> None:
             _reserve(file)
         decode(raw, split, images, any_size)
         images.flush()
-        labels = io.BytesIO()  # saved to a file, what does not fit is an error without a reason
+        labels = io.BytesIO()  # on a full disk, np.save raises an error without a reason
         np.save(labels, split.labels.astype(np.int64))
         file = entry / f"{name}-labels.npy"
         with naming(file):
@@ -217,7 +217,7 @@ def _open_entry(entry: Path) -> Source:
             mean=tuple(map(float, about["mean"])),
             std=tuple(map(float, about["std"])),
         )
-    except Exception as error:  # numpy raises any of them for a damaged header
+    except Exception as error:  # numpy raises many kinds for a damaged header
         if isinstance(error, (OSError, MemoryError)) and not isinstance(error, FileNotFoundError):
             raise
         advice = "remove it, so that the images are decoded again"

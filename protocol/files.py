@@ -74,7 +74,7 @@ def private_files() -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An OSError within that names no file, as one of a write does, names this path."""
+    """Add this path to an OSError that names no file, such as one that a write raises."""
     try:
         yield
     except OSError as error:

@@ -76,11 +76,10 @@ class Average(Strategy):
         self.roster: Mapping[int, RosterEntry] = {}
         self.partition_sizes: Mapping[str, int] = {}  # simulated client to its number of samples
         self.norm_reference = NormReference()
-        # with each name of a tensor that several layers share; ordered, as a sum over it may depend
-        # on the order, and that of a set differs between processes
-        self.trainable = dict.fromkeys(
-            name for name, _ in model.named_parameters(remove_duplicate=False)
-        )
+        # with each name of a tensor that several layers share; not a set, whose order differs
+        # between processes, and with it the last bits of a sum over the names
+        names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+        self.trainable = dict.fromkeys(names).keys()
         self.server_optimizer = server_optimizer(config)
         self.report = RoundReport()
         self.validation: Validation | None = None  # of the round under way

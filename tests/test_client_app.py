@@ -37,7 +37,7 @@ from method_fixtures import METHODS, FloatPenalty, ForgottenReturn, InPlace, wit
 from PIL import Image
 
 import client_app.handlers
-from client_app.handlers import ADVICE, turn, without_file_names
+from client_app.handlers import advice, turn, without_file_names
 from client_app.machine import machine
 from client_app.method import Update, train_alone
 from client_app.methods import method_of
@@ -979,7 +979,7 @@ def test_data_of_one_class_is_refused_and_its_source_named():
 def test_too_long_a_step_is_not_blamed_on_a_loss_term(tmp_path):
     config = make_config(method="fedprox", lr=1e30, **{"local-epochs": 3})
     reason = error_of(Client(config, tmp_path).ask("train", 1, initial(config)))
-    assert reason.endswith(f"the client state is unchanged. {ADVICE}")
+    assert reason.endswith(f"the client state is unchanged. {advice(['lr'])}")
 
 
 def test_too_long_a_step_of_fedreco_names_its_own_learning_rates(tmp_path):

@@ -436,7 +436,7 @@ def check_image(path: Path) -> None:
     if not path.expanduser().exists():
         raise ValueError(f"{path} does not exist")
     if not path.expanduser().is_file() and not path.expanduser().is_dir():  # a folder: `with_file`
-        raise ValueError(f"{path}: not a regular file: write the image to one")  # a pipe blocks
+        raise ValueError(f"{path}: not a plain file: write the image to one")  # a pipe blocks
     with_file(str(path.expanduser()), lambda image: None, upright=False)
 
 

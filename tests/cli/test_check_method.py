@@ -123,6 +123,12 @@ def few_checks(monkeypatch):
     monkeypatch.setattr(keel.method_checks, "CHECKS", checks)
 
 
+@pytest.fixture
+def only_flags(monkeypatch):
+    only = {name: check for name, check in keel.method_checks.CHECKS.items() if "flags" in name}
+    monkeypatch.setattr(keel.method_checks, "CHECKS", only)
+
+
 @pytest.mark.filterwarnings("ignore:var... degrees of freedom")  # of WithUnbiasedVariance
 @pytest.mark.parametrize("broken", BROKEN)
 def test_what_is_broken_fails_and_nothing_else(broken, few_checks, monkeypatch, tmp_path):
@@ -158,21 +164,17 @@ def test_a_network_with_dropout_is_no_mistake_of_the_method(few_checks, monkeypa
 
 
 def test_a_network_with_batch_norm_is_no_mistake_of_a_method_that_supports_privacy(
-    monkeypatch, tmp_path
+    only_flags, tmp_path
 ):
     """`privacy.epsilon` is refused with such a network, whatever the method."""
-    only = {name: check for name, check in keel.method_checks.CHECKS.items() if "flags" in name}
-    monkeypatch.setattr(keel.method_checks, "CHECKS", only)
     [result] = check_method("fedavg", tmp_path, "resnet20")
     assert result.outcome == "pass", result.reason
 
 
 @pytest.mark.parametrize("leaky", [Leaky, Forgetful, Twice])
 def test_a_method_that_inherits_supports_privacy_and_sends_something_without_noise_is_named(
-    leaky, monkeypatch, tmp_path
+    leaky, only_flags, monkeypatch, tmp_path
 ):
-    only = {name: check for name, check in keel.method_checks.CHECKS.items() if "flags" in name}
-    monkeypatch.setattr(keel.method_checks, "CHECKS", only)
     with_method(monkeypatch, "fedavg", leaky)
     [result] = check_method("fedavg", tmp_path)
     assert result.outcome == "FAIL"
@@ -181,9 +183,7 @@ def test_a_method_that_inherits_supports_privacy_and_sends_something_without_noi
     )
 
 
-def test_a_flag_that_only_the_class_has_is_named(monkeypatch, tmp_path):
-    only = {name: check for name, check in keel.method_checks.CHECKS.items() if "flags" in name}
-    monkeypatch.setattr(keel.method_checks, "CHECKS", only)
+def test_a_flag_that_only_the_class_has_is_named(only_flags, monkeypatch, tmp_path):
     monkeypatch.setattr(METHODS["fedprox"], "shared_part", "extractor")
     [result] = check_method("fedprox", tmp_path)
     assert result.outcome == "FAIL"
@@ -191,11 +191,8 @@ def test_a_flag_that_only_the_class_has_is_named(monkeypatch, tmp_path):
 
 
 def test_a_personal_model_that_starts_with_the_clients_own_weights_needs_no_flag(
-    monkeypatch, tmp_path
+    only_flags, monkeypatch, tmp_path
 ):
-    only = {name: check for name, check in keel.method_checks.CHECKS.items() if "flags" in name}
-    monkeypatch.setattr(keel.method_checks, "CHECKS", only)
-
     def personal_model(self, ctx, state):
         ctx.model.load_state_dict(state.get("model") or ctx.random_weights("start"))
         return ctx.model
@@ -214,10 +211,7 @@ def test_a_personal_model_that_starts_with_the_clients_own_weights_needs_no_flag
     assert result.reason.startswith("starts_alike = True, but the personal models of two")
 
 
-def test_a_personal_model_that_predict_would_not_use_is_named(monkeypatch, tmp_path):
-    only = {name: check for name, check in keel.method_checks.CHECKS.items() if "flags" in name}
-    monkeypatch.setattr(keel.method_checks, "CHECKS", only)
-
+def test_a_personal_model_that_predict_would_not_use_is_named(only_flags, monkeypatch, tmp_path):
     @dataclass(frozen=True)
     class Mixed(METHODS["ditto"]):
         """Evaluates the middle between the stored and the received model, as APFL does."""
@@ -235,10 +229,7 @@ def test_a_personal_model_that_predict_would_not_use_is_named(monkeypatch, tmp_p
     assert "groups 'personal'" in result.reason
 
 
-def test_a_personal_model_that_predict_cannot_read_is_named(monkeypatch, tmp_path):
-    only = {name: check for name, check in keel.method_checks.CHECKS.items() if "flags" in name}
-    monkeypatch.setattr(keel.method_checks, "CHECKS", only)
-
+def test_a_personal_model_that_predict_cannot_read_is_named(only_flags, monkeypatch, tmp_path):
     @dataclass(frozen=True)
     class OwnFirstLayer(METHODS["ditto"]):
         """Stores a part of the model, which the received one completes, as FedBN does."""

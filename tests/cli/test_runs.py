@@ -784,7 +784,7 @@ def test_a_named_pipe_is_refused_as_an_image_and_not_waited_for(trained, tmp_pat
     path = tmp_path / "x.png"
     os.mkfifo(path)
     said = refusal("predict", str(trained), str(path))
-    assert said == f"error: {path}: not a regular file: write the image to one\n"
+    assert said == f"error: {path}: not a plain file: write the image to one\n"
 
 
 def test_predict_reads_an_image_as_training_does(trained, tmp_path, refusal, capsys):
