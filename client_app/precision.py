@@ -5,6 +5,7 @@ Weights, gradients and losses are float32 throughout. Evaluation is too, or TF32
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,19 +44,23 @@ def of_evaluation(precision: str) -> str:
 
 @contextmanager
 def products(precision: str) -> Iterator[None]:
-    """A context with GPU matrix products and convolutions in TF32 under "tf32", else in float32.
+    """A context with GPU matrix products, convolutions and RNNs in TF32 under "tf32", else float32.
 
-    By default torch lets convolutions use TF32. Without a GPU nothing changes.
+    By default torch lets convolutions and RNNs use TF32. On a CPU they are always in float32, also
+    after `torch.set_float32_matmul_precision`, with which torch may use bfloat16 there.
     """
-    convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]  # defined at import
-    places = (torch.backends.cuda.matmul, convolutions)
-    before = [place.fp32_precision for place in places]
-    for place in places:
+    cudnn, cpu = torch.backends.cudnn, torch.backends.mkldnn
+    on_gpu: list[Any] = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn]  # type: ignore[attr-defined]  # defined at import
+    on_cpu: list[Any] = [cpu.matmul, cpu.conv, cpu.rnn]  # type: ignore[attr-defined]  # as above
+    before = [(place, place.fp32_precision) for place in (*on_gpu, *on_cpu)]
+    for place in on_gpu:
         place.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+    for place in on_cpu:
+        place.fp32_precision = "ieee"
     try:
         yield
     finally:
-        for place, value in zip(places, before, strict=True):
+        for place, value in before:
             place.fp32_precision = value
 
 

@@ -25,7 +25,7 @@ from client_app.handlers import train_together
 from client_app.methods import method_of
 from client_app.methods.fedreco import consensus_gradient
 from client_app.objective import representations
-from client_app.precision import resolved
+from client_app.precision import products, resolved
 from client_app.process_cache import ProcessCache
 from models import build_model
 from protocol.messages import read_reply
@@ -232,6 +232,26 @@ def test_on_a_cpu_tf32_is_fp32_and_the_settings_are_put_back():
     assert_same_bits(update(precision="tf32").arrays, update().arrays)
     after = torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision
     assert after == before
+
+
+@pytest.fixture
+def medium():
+    """As a notebook may have it: torch may then multiply in bfloat16 on a CPU."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(("precision", "on_gpu"), [("fp32", "ieee"), ("tf32", "tf32")])
+def test_every_product_has_the_runs_precision(precision, on_gpu, medium):
+    cuda, cudnn, cpu = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+    with products(precision):
+        found = [each.fp32_precision for each in (cuda.matmul, cudnn.conv, cudnn.rnn)]
+        assert found == [on_gpu] * 3
+        assert [each.fp32_precision for each in (cpu.matmul, cpu.conv, cpu.rnn)] == ["ieee"] * 3
+    assert torch.get_float32_matmul_precision() == "medium"
+    assert cpu.matmul.fp32_precision == "bf16"
 
 
 def test_clients_that_train_together_have_the_runs_threads(monkeypatch):
