@@ -37,6 +37,27 @@ def cpu_has_bf16() -> bool:
     return bool(flags.get("amx_bf16") or flags.get("avx512_bf16"))
 
 
+@contextmanager
+def torch_defaults() -> Iterator[None]:
+    """Within: tensors on the CPU, float32 and gradients, whatever a notebook has set.
+
+    Its settings come back.
+    """
+    dtype, num_threads = torch.get_default_dtype(), torch.get_num_threads()
+    is_cpu = torch.get_default_device().type == "cpu"  # this context would slow down every call
+    torch.set_default_dtype(torch.float32)
+    try:
+        with (
+            nullcontext() if is_cpu else torch.device("cpu"),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads(num_threads)
+
+
 def of_evaluation(precision: str) -> str:
     """The precision of evaluation in a run of this precision."""
     return "tf32" if precision == "auto" else "fp32"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from client_app.methods import method_of
 from client_app.node_config import own_architecture
+from client_app.precision import torch_defaults
 from client_app.samples import Pixels
 from client_app.setup import build_network
 from client_app.state import StateFolder
@@ -98,7 +99,7 @@ class TrainedModel:
 
 def grey(x: Tensor) -> Tensor:
     """[N, 1, H, W] of colours [N, 3, H, W], 0..255, with the weights of Pillow's mode L."""
-    weights = torch.tensor([19595.0, 38470.0, 7471.0])[:, None, None]
+    weights = x.new_tensor([19595.0, 38470.0, 7471.0])[:, None, None]
     return ((x * weights).sum(1, keepdim=True) + 32768).div(65536).floor()
 
 
@@ -111,7 +112,8 @@ def load_model(directory: str | Path, client: str = "") -> TrainedModel:
     if not isinstance(client, str):
         raise ValueError(f"client = {client!r}: expected a name, such as client-0000")
     path = Path(directory).expanduser()
-    model = read_model(path, client)
+    with torch_defaults():
+        model = read_model(path, client)
     check_rounds(path)
     return model
 

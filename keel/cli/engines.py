@@ -91,6 +91,7 @@ def run_in_process(job: Job, terminal: Terminal) -> None:
     """Execute the run in this process, one client after the other."""
     terminal.phase("loading PyTorch")
     with uninterrupted():
+        from client_app.precision import torch_defaults
         from server_app.inline import run_inline
 
     check_not_forked()
@@ -114,21 +115,6 @@ def check_not_forked() -> None:
             "this process was forked after a run had begun and lacks its parent's PyTorch threads: "
             'start it with multiprocessing.get_context("spawn")'
         )
-
-
-@contextmanager
-def torch_defaults() -> Iterator[None]:
-    """Within: float32 and gradients, whatever a notebook has set; its settings come back."""
-    import torch
-
-    dtype, num_threads = torch.get_default_dtype(), torch.get_num_threads()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-        torch.set_num_threads(num_threads)
 
 
 class ProgramLog(logging.Handler):

@@ -136,6 +136,33 @@ def test_a_run_neither_reads_nor_changes_torchs_settings(home):
     assert same_bits(expected, final_model(run.directory))
 
 
+def test_a_default_device_of_a_notebook_does_not_matter(home):
+    """With "cuda", too, a run would fail: random numbers are drawn on the CPU."""
+    images = np.full((2, 40, 40, 3), 7, np.uint8)
+    expected = keel.run(SMALL, clients=2, quiet=True)
+    probabilities = expected.model().probabilities(images)
+    torch.set_default_device("meta")
+    try:
+        run = keel.run(SMALL, clients=2, quiet=True)
+        found = keel.load_model(run).probabilities(images)
+        assert torch.get_default_device().type == "meta"
+    finally:
+        torch.set_default_device(None)
+    assert same_bits(final_model(expected.directory), final_model(run.directory))
+    assert torch.equal(found, probabilities)
+
+
+def test_a_model_is_float32_whatever_a_notebook_has_set(home):
+    run = keel.run(SMALL, clients=2, quiet=True)
+    images = np.zeros((2, 8, 8), np.uint8)
+    expected, before = run.model().probabilities(images), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert torch.equal(run.model().probabilities(images), expected)
+    finally:
+        torch.set_default_dtype(before)
+
+
 FORKED_AFTER_A_RUN = """
 import faulthandler, os, sys, keel, torch
 torch.set_num_threads(2)
