@@ -197,7 +197,8 @@ def device_for(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"device = {name!r}: expected auto, cpu, cuda or cuda:N") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    number = int(name.partition(":")[2] or 0)  # not the device's index, of 8 bits: it wraps around
+    if device.type == "cuda" and number >= torch.cuda.device_count():
         raise ValueError(
             f"device = {name!r}: this machine has {num_of('GPU', torch.cuda.device_count())}"
         )

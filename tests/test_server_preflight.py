@@ -268,6 +268,15 @@ def test_a_device_that_a_worker_lacks_is_refused(tmp_path, monkeypatch):
         report_of(request(tmp_path, device="cuda:1"))
 
 
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize("number", [2, 128, 256])
+def test_a_gpu_whose_number_torch_cannot_hold_is_refused_too(number, monkeypatch):
+    """To torch, cuda:256 is cuda:0."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=f"^device = 'cuda:{number}': this machine has 2 GPUs$"):
+        device_for(f"cuda:{number}")
+
+
 @pytest.mark.parametrize("name", ["xpu:3", "mps"])
 def test_a_device_that_this_torch_lacks_is_named(name, monkeypatch):
     def fails(*size, device):
