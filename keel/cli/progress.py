@@ -120,7 +120,8 @@ class Terminal(logging.Handler):
         if "parameters" not in self.shown.get("model", ""):
             self.row("parameters", f"{info.num_parameters:,}")
         if info.device != "cpu":
-            are_eager = all(info.config[key] == value for key, value in EAGER.items())
+            are_eager = info.device.startswith("cuda")
+            are_eager &= all(info.config[key] == value for key, value in EAGER.items())
             self.row("device", f"{info.device}; {RECORD}" if are_eager else info.device)
         self.begin(info.directory, info.last_round)
 

@@ -41,6 +41,7 @@ def test_a_pipe_gets_nothing_of_it(monkeypatch, capsys):
     ("device", "keys", "row"),
     [
         ("cpu", {}, None),
+        ("mps:0", {}, "device      mps:0"),
         ("cuda:0", {}, f"device      cuda:0; {RECORD}"),
         ("cuda:0", {"cuda-graphs": True}, "device      cuda:0"),
         ("cuda:0", {"clients-per-step": 0}, "device      cuda:0"),
