@@ -8,6 +8,7 @@ from protocol.processes import num_shares
 from protocol.text import num_of
 
 MAX_WORKERS = 4096
+MIN_GPUS = 1e-4  # of a worker: Ray's resolution
 CPU_WORKERS = "KEEL_CPU_WORKERS"  # where set, workers get no GPU that was not asked for
 
 
@@ -29,6 +30,15 @@ class Node:
         fits = [int(self.num_cpus / cpus + 1e-9)] if cpus else []
         fits += [num_shares(self.num_gpus, gpus)] if gpus else []
         return min([*fits, MAX_WORKERS]) if fits else 0
+
+
+def check_gpus(name: str, gpus: float) -> None:
+    """ValueError naming the setting unless Ray can give a worker so many GPUs, a number >= 0."""
+    if (gpus > 1 and gpus != int(gpus)) or 0 < gpus < MIN_GPUS:
+        raise ValueError(
+            f"{name} {gpus:g}: expected a whole number, or a part of one GPU of at least "
+            f"{MIN_GPUS:g}, because Ray gives a worker nothing else"
+        )
 
 
 def devices_by_node(workers: Iterable[tuple[str, str]]) -> dict[str, str]:

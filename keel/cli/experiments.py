@@ -17,6 +17,7 @@ from keel.runs import find_run
 from protocol.config import keel_home, refuse_unknown, with_current_names
 from protocol.files import full_path
 from protocol.options import OptionValue
+from protocol.ray_nodes import check_gpus
 from protocol.text import num_of
 
 app = typer.Typer(
@@ -127,6 +128,7 @@ def run_command(
         raise ValueError("--ray is empty: expected HOST:PORT of a Ray cluster")
     if gpus_per_run is not None and not math.isfinite(gpus_per_run):
         raise ValueError(f"--gpus-per-run {gpus_per_run:g}: expected a finite number >= 0")
+    check_gpus("--gpus-per-run", gpus_per_run or 0)
     refuse_unknown("--scale", scale, list(SCALES))
     refuse_unknown("--grid", grid, ["full", "paper"])
     loaded = load_recipe(recipe)

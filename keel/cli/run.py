@@ -16,6 +16,7 @@ from keel.runs import CONFIG_FILE, FINISHED, SavedRun, all_runs, find_run, only_
 from protocol.code import line_in_method
 from protocol.config import RunConfig, with_current_names
 from protocol.options import OptionValue
+from protocol.ray_nodes import check_gpus
 from server_app.summary import check_has_rounds_left, new_path
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class EngineOptions:
                 f"--cpus-per-client {cpus:g}: expected a whole number >= 1, because Flower "
                 "does not divide a CPU"
             )
+        check_gpus("--gpus-per-client", self.gpus_per_client or 0)
         if self.ray == "":
             raise ValueError("--ray is empty: expected HOST:PORT of a Ray cluster")
         if self.ray and self.engine is not Engine.flower:

@@ -54,7 +54,7 @@ from protocol.flower_compat.simulation import (
     worker_variables,
 )
 from protocol.processes import num_cores
-from protocol.ray_nodes import CPU_WORKERS, MAX_WORKERS, Node, living_nodes
+from protocol.ray_nodes import CPU_WORKERS, MAX_WORKERS, Node, check_gpus, living_nodes
 from protocol.ray_start import skip_unused_processes
 from protocol.text import num_of, shortened
 
@@ -146,18 +146,22 @@ class ClusterBackend(RayBackend):
         self.app_fn = app_fn
         try:
             self.start_workers()
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             started.set_exception(error)
             raise
         self.idle = list(self.workers)
         started.set_result(self.ask_workers)
 
     def start_workers(self) -> None:
-        """Start them, spread over the nodes. RuntimeError, one line, if there is none."""
+        """Start them, spread over the nodes. RuntimeError, one line, if there is none.
+
+        ValueError, one line, for a number of GPUs that Ray cannot give.
+        """
         if not self.max_workers:
             raise RuntimeError("num-supernodes = 0: a simulation needs at least 1 worker")
         nodes, resources = living_nodes(), self.client_resources
         cpus, gpus = resources["num_cpus"], resources.get("num_gpus", 0)
+        check_gpus("client-resources-num-gpus =", gpus)
         fits = [
             (number, i)
             for i, node in enumerate(nodes)

@@ -201,11 +201,19 @@ def test_an_empty_cluster_address_is_refused(refusal, tmp_path):
     assert error == "error: --ray is empty: expected HOST:PORT of a Ray cluster\n"
 
 
-def test_a_share_of_a_gpu_that_is_no_number_is_refused(refusal, tmp_path):
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        ("nan", "a finite number >= 0\n"),
+        ("1.5", "a whole number, or a part of one GPU"),
+        ("1e-05", "a whole number, or a part of one GPU"),  # it was 0
+    ],
+)
+def test_a_share_of_a_gpu_that_is_none_is_refused(refusal, tmp_path, share, expected):
     error = refusal(
-        "experiments", "run", str(sweep), "--output", str(tmp_path), "--gpus-per-run", "nan"
+        "experiments", "run", str(sweep), "--output", str(tmp_path), "--gpus-per-run", share
     )
-    assert error == "error: --gpus-per-run nan: expected a finite number >= 0\n"
+    assert error.startswith(f"error: --gpus-per-run {share}: expected {expected}")
 
 
 def test_a_cluster_of_the_environment_is_used(refusal, tmp_path, monkeypatch):
