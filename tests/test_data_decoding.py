@@ -2,6 +2,8 @@
 
 import os
 import struct
+import subprocess
+import sys
 import zlib
 
 import numpy as np
@@ -129,6 +131,17 @@ def test_images_are_turned_as_their_exif_data_says(load, tmp_path):
     [file] = (tmp_path / "mine" / "train").glob("*/0.png")
     Image.fromarray(images[0]).save(file, exif=b"Exif\0\0damaged")
     assert np.array_equal(load(spec).train.images[0], before[0])
+
+
+def test_pillow_prints_no_warning(tmp_path):
+    """Its warnings name no file. In a process of its own: pytest resets the filters of warnings."""
+    file = tmp_path / "transparent.png"
+    coloured = Image.fromarray(random_images(30, 30, 3)).quantize(250)
+    coloured.save(file, transparency=bytes(range(250)))
+    call = f"with_file({str(file)!r}, lambda image: image.convert('RGB'))"
+    code = f"from data.decoding import with_file; {call}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
 
 
 def test_images_of_16_bits(load, tmp_path):
