@@ -141,7 +141,7 @@ def build_network(
     """
     if shape[1] != shape[2]:
         raise ValueError(
-            f"images are {shape[1]} x {shape[2]} pixels: the networks take squares; set "
+            f"images are {shape[2]} x {shape[1]} pixels: the networks take squares; set "
             "image-size to a value from 28 to 64"
         )
     if num_classes < 2:

@@ -976,6 +976,11 @@ def test_data_of_one_class_is_refused_and_its_source_named():
         build_network(make_config(), SHAPE, 1)
 
 
+def test_images_that_are_not_square_are_refused_by_their_width_and_height():
+    with pytest.raises(ValueError, match="images are 40 x 28 pixels: the networks take squares"):
+        build_network(make_config(), (1, 28, 40), NUM_CLASSES)
+
+
 def test_too_long_a_step_is_not_blamed_on_a_loss_term(tmp_path):
     config = make_config(method="fedprox", lr=1e30, **{"local-epochs": 3})
     reason = error_of(Client(config, tmp_path).ask("train", 1, initial(config)))
