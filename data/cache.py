@@ -112,7 +112,7 @@ def content_digest(
     """
     seen, files = hashlib.sha256(os.fsencode(str(root))), []
     for path in paths:
-        for file in [str(path)] if path.is_file() else files_under(path):
+        for file in files_under(path) if path.is_dir() else [str(path)]:
             found = os.stat(file)
             if not stat.S_ISREG(found.st_mode):  # a named pipe would block forever
                 raise ImageFileError(

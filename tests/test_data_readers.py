@@ -3,6 +3,7 @@ stand-ins for torchvision's classes, as nothing can be downloaded here.
 """
 
 import gzip
+import os
 import struct
 import urllib.error
 import zipfile
@@ -392,6 +393,11 @@ def test_arrays_of_an_npz_file_that_differ_in_size_are_named(load, tmp_path):
 def test_a_folder_in_place_of_an_npz_file(load, tmp_path):
     message = rejected(load, f"npz:{tmp_path}")
     assert message.endswith(f"expected an npz file, or source=folder:{tmp_path}")
+
+
+def test_a_named_pipe_in_place_of_an_npz_file(load, tmp_path):
+    os.mkfifo(tmp_path / "mine.npz")
+    assert f"{tmp_path}/mine.npz: not a regular file" in rejected(load, f"npz:{tmp_path}/mine.npz")
 
 
 def test_an_npz_file_that_is_not_there(load, tmp_path):
