@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 from dataclasses import astuple, dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -105,7 +104,15 @@ def load_source(
     entry = entry_path(cache_dir, key)
     if not entry.is_dir():
         log.info("decoding source %s into %s, once", key["source"], entry)
-        build_once(entry, partial(_write_entry, key=key, raw=reader.read(path)))
+        raw = reader.read(path)
+
+        def fill(building: Path) -> None:
+            _write_entry(building, key, raw)
+            if _locate(spec, data_dir, cache_dir, image_size, channels)[2] != key:
+                wrong = "its files changed while they were decoded: start again once all are there"
+                raise ImageFileError(f"source = {key['source']!r}: {wrong}", f"a source: {wrong}")
+
+        build_once(entry, fill)
         remove_superseded(entry, key)
     return _open_entry(entry)
 

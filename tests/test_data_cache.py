@@ -213,6 +213,23 @@ def test_a_failed_decoding_leaves_no_entry(load, tmp_path):
     assert entries(tmp_path) == []
 
 
+def test_files_that_change_while_they_are_decoded_leave_no_entry(load, tmp_path, monkeypatch):
+    """Else the files as they were before would have the images of the others."""
+    spec = make_folder(tmp_path / "mine", random_images(4, 30, 30))
+    file = tmp_path / "mine" / "train" / "ant" / "0.png"
+    before, decode = file.read_bytes(), sources.decode
+
+    def decode_another(*args):
+        save_image(file, np.zeros((30, 30), np.uint8))
+        decode(*args)
+
+    monkeypatch.setattr(sources, "decode", decode_another)
+    assert "its files changed while they were decoded" in rejected(load, spec)
+    monkeypatch.undo()
+    file.write_bytes(before)
+    assert np.array_equal(load(spec).train.images[0, 0], random_images(4, 30, 30)[0])
+
+
 FILL_A_DISK = """
 import sys
 from pathlib import Path
