@@ -177,14 +177,15 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
         if entry.num_examples == 0:
             raise ValueError(f"client {entry.client} has no training samples")
         num_classes = len(entry.label_counts) or (source.num_classes if are_withheld else 0)
-        for what, value, expected in (
-            ("image shape", entry.image_shape, list(source.image_shape)),
-            ("number of classes", num_classes, source.num_classes),
+        convert = "set image-size and channels, to which every client converts its images"
+        for what, value, expected, advice in (
+            ("image shape", entry.image_shape, list(source.image_shape), convert),
+            ("number of classes", num_classes, source.num_classes, "they have to agree"),
         ):
             if value != expected:
                 raise ValueError(
                     f"client {entry.client} ({entry.model}): {what} {value}, the run's source "
-                    f"{source.name} has {expected}: they have to agree"
+                    f"{source.name} has {expected}: {advice}"
                 )
     method = method_of(config)
     others = [e for e in by_name if e.model != config.model.model]

@@ -234,6 +234,7 @@ def test_a_site_whose_images_have_another_shape(tmp_path):
     assert "site-b" in text
     assert "image shape [1, 36, 36]" in text
     assert "[1, 28, 28]" in text
+    assert text.endswith("set image-size and channels, to which every client converts its images")
 
 
 # --- a run to resume -------------------------------------------------------------------------
