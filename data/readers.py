@@ -28,7 +28,7 @@ import numpy as np
 from data.cache import files_under
 from data.decoding import ImageFileError, RawSource, RawSplit, one_line
 from data.partitions import split_local_test
-from protocol.text import num_of
+from protocol.text import num_of, printable
 
 log = logging.getLogger("keel.data")
 
@@ -235,7 +235,7 @@ def _class_folders(folder: Path) -> list[str]:
     if loose:
         log.warning(
             "%s: images outside the class folders are not read: %d, such as %s",
-            *(folder, len(loose), min(loose)),
+            *(folder, len(loose), printable(min(loose))),
         )
     if not names:
         raise ValueError(f"{folder} is empty; expected one folder of images per class")
@@ -264,9 +264,10 @@ def _labelled_images(
             reason = f"has no images; expected files ending in one of {', '.join(IMAGE_SUFFIXES)}"
             raise ImageFileError(f"{folder / class_name} {reason}", f"a folder of a class {reason}")
         if others := sorted(f for f in set(found) - set(images) if not f.endswith(beside)):
+            example = printable(os.path.basename(others[0]))
             log.warning(
                 "%s: %d of %d files are not read, such as %s: expected the endings %s",
-                *(folder / class_name, len(others), len(found), os.path.basename(others[0])),
+                *(folder / class_name, len(others), len(found), example),
                 ", ".join(IMAGE_SUFFIXES),
             )
         files += images

@@ -426,6 +426,15 @@ def test_images_outside_the_folders_of_classes_are_named_in_a_warning(load, tmp_
     assert line == f"{tmp_path / 'mine' / 'train'}: {about}"
 
 
+@pytest.mark.parametrize("place", ["ant/\n\x1b[31mred.dcm", "\n\x1b[31mred.png"])
+def test_a_file_s_name_in_a_warning_is_one_line_without_colours(load, tmp_path, caplog, place):
+    spec = make_folder(tmp_path / "mine", random_images(4, 30, 30))
+    (tmp_path / "mine" / "train" / place).touch()
+    load(spec)
+    assert "red." in caplog.messages[0]
+    assert caplog.messages[0].isprintable()
+
+
 def test_labels_that_no_image_of_an_npz_file_has_are_named_in_a_warning(load, tmp_path, caplog):
     """Labels from 1 would otherwise silently add a class."""
     labels = np.array([1, 2, 4, 1, 2, 4])
