@@ -48,7 +48,7 @@ from client_app.precision import products
 from client_app.process_cache import ProcessCaches, available_threads
 from client_app.round import RoundContext, on_device
 from client_app.setup import device_for, forget_sources, most_train_samples, representation_width
-from client_app.site_privacy import PrivacyRefused, charge_release, check_limits
+from client_app.site_privacy import PrivacyRefused, charge_release, check_limits, names_limit
 from client_app.stacked import clients_that_fit, key_of_stack, train_stacked
 from client_app.state import ResetNeeded
 from client_app.worker_client import run_and_round
@@ -144,8 +144,10 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
     """
     if "simulated" not in message.content:
         return answer_as(message, context)
-    if is_deployed(context.node_config):  # it would train on any data, without the site's limits
-        reason = "a message for simulated clients: this client is deployed and simulates none"
+    is_real, is_limited = is_deployed(context.node_config), names_limit(context.node_config)
+    if is_real or is_limited:  # it would train on any data, without the site's limits
+        what = "is deployed" if is_real else "has privacy limits"
+        reason = f"a message for simulated clients: this client {what} and simulates none"
         return error_reply(ValueError(reason), message, context)
     replies = []
     shares, limits, like = shares_in_sum(message.content)
@@ -393,7 +395,8 @@ def is_about_machine(message: Message) -> bool:
 def query(message: Message, context: Context) -> RecordDict:
     """What the server asks before round 1: of a client, or of a simulation's worker."""
     if is_about_machine(message):
-        if is_deployed(context.node_config):  # a digest of the data would be exact
+        node = context.node_config
+        if is_deployed(node) or names_limit(node):  # a digest of the data would be exact
             raise ValueError("a query about the machine: only a simulation's worker answers that")
         return machine_content(report_of(read_request(message, PreflightRequest)))
     return roster(message, context)

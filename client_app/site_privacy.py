@@ -137,6 +137,11 @@ def stricter_limits(in_environment: Sequence[str | None], *own: object) -> SiteL
     return SiteLimits(min_multiplier, clip, epsilon, delta, allows_exact, is_set)
 
 
+def names_limit(node_config: NodeConfig) -> bool:
+    """Whether the node config has a key of a limit, or one that may be misspelt."""
+    return any(key.lower().startswith("privacy") for key in node_config)
+
+
 def is_site(node_config: NodeConfig) -> bool:
     """Whether the client is deployed or has limits: its noise and ledger are not simulated."""
     return is_deployed(node_config) or site_limits(node_config).is_set

@@ -476,12 +476,14 @@ def test_a_site_says_nothing_of_its_data_or_files_before_round_1(
     config = make_config(source=source)
     request = PreflightRequest(config, facts(config), str(tmp_path / "secret"), "word", True)
     content = RecordDict({"round": request_record(request)})
-    nodes = {"name": "site-a", "source": source}, {"partition-id": 0, "num-partitions": 1}
-    for node in nodes:
+    partition = {"partition-id": 0, "num-partitions": 1}
+    limited = partition | {"privacy-max-clip-norm": 0.5}
+    for node in ({"name": "site-a", "source": source}, limited, partition):
         reply = answer(Message(content, 1, "query"), Context(1, 1, node, RecordDict(), {}))
         assert "only a simulation's worker answers that" in reply.reason
-        # without its source: forged by code that came with the run; the worker knows better
-        monkeypatch.setenv("KEEL_WORKER", "/run/keel/worker.sock")
+        if node is limited:
+            # without its source: forged by code that came with the run; the worker knows better
+            monkeypatch.setenv("KEEL_WORKER", "/run/keel/worker.sock")
 
 
 @pytest.mark.parametrize("odd", ["colour", "size"])
@@ -525,6 +527,18 @@ def test_a_site_plays_no_simulated_clients(source, monkeypatch, task_identity):
         reply = answer(message, Context(1, 1, node, RecordDict(), {}))
         assert "this client is deployed and simulates none" in reply.reason
         monkeypatch.setenv("KEEL_WORKER", "/run/keel/worker.sock")
+
+
+@pytest.mark.parametrize("limit", [{"privacy-max-clip-norm": 0.5}, {"privacy-max-clip": 0.5}])
+def test_a_partition_with_limits_plays_no_simulated_clients(limit, source, task_identity):
+    """They would have neither its limits nor its ledger; the second limit is misspelt."""
+    config = hostile(make_config(), source=source)
+    request = request_record(TrainRequest(config, facts(config), 1, [0], False, "a"))
+    own = message_content(request, array_record(initial(config, seed=5)), ArrayRecord(), 0)
+    message = Message(simulated_content([own], [0], 1), 1, "train")
+    node = {"partition-id": 0, "num-partitions": 1, **limit}
+    reply = answer(message, Context(1, 1, node, RecordDict(), {}))
+    assert "this client has privacy limits and simulates none" in reply.reason
 
 
 def test_the_reason_of_a_failed_query_is_withheld_too(source, tmp_path, caplog):
