@@ -3,6 +3,7 @@
 import io
 import json
 import warnings
+import zipfile
 from pathlib import Path
 
 import torch
@@ -53,7 +54,7 @@ def export_model(directory: Path, client: str, to: str, path: Path) -> None:
             traced = torch.jit.trace(classifier, example, check_trace=False)  # type: ignore[no-untyped-call]
             content = io.BytesIO()  # torch would leave part of a file if the disk were full
             torch.jit.save(traced, content, _extra_files={"classes.json": classes})
-        write_output(path, content.getvalue())
+        write_output(path, without_debug_files(content))
         return
     try:
         import onnx
@@ -74,5 +75,20 @@ def export_model(directory: Path, client: str, to: str, path: Path) -> None:
         ) from error
     assert program is not None
     stored = program.model_proto
+    for node in stored.graph.node:
+        del node.metadata_props[:]  # where it comes from, with paths of this machine
     onnx.helper.set_model_props(stored, {"classes": classes})
     write_output(path, stored.SerializeToString())
+
+
+def without_debug_files(content: io.BytesIO) -> bytes:
+    """A TorchScript file without what maps its code to source files: their paths may name a user.
+
+    torch loads it all the same.
+    """
+    made = io.BytesIO()
+    with zipfile.ZipFile(content) as before, zipfile.ZipFile(made, "w") as after:
+        for about in before.infolist():
+            if not about.filename.endswith(".debug_pkl"):
+                after.writestr(zipfile.ZipInfo(about.filename), before.read(about))
+    return made.getvalue()

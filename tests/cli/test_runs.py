@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import weakref
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,7 @@ from keel.cli.progress import Terminal
 from keel.cli.runs import PLACES, is_flower, status_lines
 from keel.deployment.simulation import MARK, engine_folder
 from keel.runs import SavedRun, all_runs, differing_keys, find_run, is_locked, lock_holder
+from protocol.config import app_folder
 from server_app.history import append_history, read_history
 from server_app.run_directory import RunDirectory, read_arrays, save_arrays
 from server_app.trained import load_model
@@ -853,6 +855,10 @@ def test_torchscript_gives_the_models_logits(trained, tmp_path):
         found = exported(pixels).numpy()
     np.testing.assert_allclose(found, expected_logits(trained, pixels), atol=1e-4)
     assert tuple(json.loads(extra["classes.json"])) == load_model(trained).class_names
+    with zipfile.ZipFile(path) as exported_files:
+        content = b"".join(map(exported_files.read, exported_files.namelist()))
+    assert str(app_folder).encode() not in content  # where Keel is may name a user
+    assert str(Path(torch.__file__).parent).encode() not in content
 
 
 @pytest.mark.end_to_end  # imports torch's exporter
@@ -897,6 +903,8 @@ def test_onnx_gives_the_models_logits(trained, tmp_path):
     np.testing.assert_allclose(found, expected_logits(trained, pixels), atol=1e-4)
     [metadata] = [p for p in onnx.load(str(path)).metadata_props if p.key == "classes"]
     assert tuple(json.loads(metadata.value)) == load_model(trained).class_names
+    for place in (app_folder, Path(torch.__file__).parent):  # which may name a user
+        assert str(place).encode() not in path.read_bytes()
 
 
 def test_without_the_extra_the_export_says_what_to_install(trained, tmp_path, monkeypatch, refusal):
