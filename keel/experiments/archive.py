@@ -6,6 +6,7 @@ and per round the accuracies and times.
 
 import io
 import json
+import re
 import tempfile
 import zipfile
 import zlib
@@ -40,6 +41,7 @@ PRIVATE = ("output-dir", "data-dir", "resume", "run-name")
 MANIFEST = ("code", "data", "keel", "machines", "precision", "simulated", "versions")
 RUN_FILES = ("config.json", "manifest.json", "summary.json", HISTORY_FILE)  # of a run in a zip
 MAX_STATUS = 200  # characters
+PATH = re.compile(r"""'[^']*/[^']*'|"[^"]*/[^"]*"|(?<!\w)/\S+""")  # in a status, quoted or not
 MAX_BYTES = 2**30  # of a zip's files, unpacked; a table of a paper has a few million
 COPY_AGAIN = "copy it again from where it was made, or remove it"
 
@@ -244,7 +246,7 @@ def copies(directory: Path, archived: str = "") -> Iterator[tuple[str, str]]:
     summary = read_json(directory / "summary.json")
     status = str(summary["status"])
     sign = next((sign for sign in DIVERGENCE if sign in status), "")
-    short = status[:MAX_STATUS]
+    short = PATH.sub("…", status)[:MAX_STATUS]
     yield "summary.json", json.dumps({"status": short if sign in short else f"{short}: {sign}"})
     yield "manifest.json", json.dumps({key: manifest[key] for key in MANIFEST if key in manifest})
     history = read_history(directory)

@@ -730,6 +730,22 @@ def test_a_copy_keeps_the_sign_of_divergence(output):
     assert (found.num_left_out, found.rounds_not_finite) == (151, 1)
 
 
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "OSError: [Errno 28] No space left on device: '/home/jane doe/keel/runs/a/history.jsonl'",
+        "FileNotFoundError: source = 'folder:/home/jane doe/x': /home/jane/x/train does not exist",
+        'ValueError: resume = "/home/jane/it\'s" cannot be read',
+    ],
+)
+def test_a_copy_of_a_failed_run_names_no_path(output, reason):
+    (path, *_) = sorted(output.glob("runs/*/attempt/summary.json"))
+    path.write_text(json.dumps({"status": f"failed: {reason}"}))
+    found = json.loads(dict(copies(path.parent))["summary.json"])["status"]
+    assert found.startswith(f"failed: {reason.partition(':')[0]}")
+    assert not {"home", "jane", "doe", "history"} & set(re.findall(r"\w+", found))
+
+
 def test_the_page_and_the_table_say_what_an_archive_holds(output):
     pack(output, output / "histories")
     page, readme = output / "papers.md", output / "README.md"
