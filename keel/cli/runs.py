@@ -471,12 +471,13 @@ def diagnose(
     RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one.
     """
     directory = find_run(run).directory
-    output = (output or directory / "diagnostics-models").expanduser().absolute()
+    to = (output or directory / "diagnostics-models").expanduser().absolute()
     with uninterrupted():
         from keel.model_diagnostics import write_diagnostics
 
-    write_diagnostics(directory, models or [], only, samples, output)
-    print(output)
+    with nullcontext() if output else private_files():
+        write_diagnostics(directory, models or [], only, samples, to)
+    print(to)
 
 
 Format = StrEnum("Format", ["csv", "onnx", "torchscript"])  # what a run is exported to

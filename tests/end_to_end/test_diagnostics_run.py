@@ -2,8 +2,10 @@
 
 import errno
 import json
+import os
 import re
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -306,6 +308,19 @@ def test_the_command_measures_saved_personal_models(run, monkeypatch, capsys, tm
         assert (output / picture).read_bytes().startswith(b"\x89PNG")
     assert command(monkeypatch, folder, "--output", output) == 2
     assert "exists and is not overwritten" in capsys.readouterr().err
+
+
+def test_what_the_command_writes_in_a_run_directory_is_for_its_user_alone(run, monkeypatch):
+    folder = run({"num-rounds": 1})
+    [model] = (folder / "checkpoints").glob("round-00001-*")
+    before = os.umask(0o022)
+    try:
+        assert command(monkeypatch, folder, model, "--only", "drift", "--samples", "100") == 0
+    finally:
+        os.umask(before)
+    made = folder / "diagnostics-models"
+    for path in [made, *made.iterdir()]:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
 def test_the_command_compares_checkpoints_of_methods_that_keep_nothing(run, monkeypatch, tmp_path):
