@@ -88,12 +88,13 @@ def loopback(
 
     Example: keel deploy loopback --clients 3 method=fedintr num-rounds=5
     """
+    from keel.cli.interrupts import INTERRUPTED_CODE, interruptible
     from keel.cli.overrides import check_simulated, checked_config, parse_overrides
     from keel.deployment.superlink import app_directory
     from protocol.config import keel_home
 
     try:
-        from keel.deployment.loopback import deploy_and_run
+        from keel.deployment.loopback import deploy_and_run, state_hint
     except ModuleNotFoundError:
         raise ValueError(
             "this image does not include `keel deploy loopback`: use a checkout or `pip install`"
@@ -103,8 +104,16 @@ def loopback(
     if "resume" not in keys:  # such a run stays where it is
         keys.setdefault("output-dir", str(keel_home() / "runs"))
     check_simulated(checked_config(keys), clients)  # a mistake shows here rather than in a log
-    with app_directory() as app:
-        finished, log = deploy_and_run(app, keys, clients, folder, timeout)
+    ended = (
+        "stopped, with all processes; if `keel list` shows the run, resume=DIRECTORY continues it"
+        f"{state_hint(folder)}"
+    )
+    with app_directory() as app, interruptible(ended=ended):
+        try:
+            finished, log = deploy_and_run(app, keys, clients, folder, timeout)
+        except KeyboardInterrupt:
+            print(ended)
+            raise typer.Exit(INTERRUPTED_CODE) from None
     print(log)
     if not finished:
         raise typer.Exit(1)

@@ -255,6 +255,11 @@ def partitions(count: int) -> dict[str, dict[str, OptionValue]]:
     return {f"client-{i:04d}": {"partition-id": i, "num-partitions": count} for i in range(count)}
 
 
+def state_hint(root: Path | None) -> str:
+    """What continuing a run needs beside its directory; root: as for `deploy_and_run`."""
+    return " and the same --folder" if root else "; a stateful method needs --folder for this"
+
+
 def deploy_and_run(
     app: Path,
     overrides: Mapping[str, OptionValue],
@@ -267,7 +272,7 @@ def deploy_and_run(
     app: directory of the Flower app. root: of logs and state; None: a temporary directory.
     TimeoutError, with how to continue the run, if it does not end in time.
     """
-    state = " and the same --folder" if root else "; a stateful method needs --folder for this"
+    state = state_hint(root)
     with contextlib.ExitStack() as stack:
         if root is None:
             root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="keel-")))

@@ -128,3 +128,33 @@ def test_a_resumed_run_stays_where_it_is(monkeypatch):
     assert main(["deploy", "loopback", "resume=/runs/a"]) == 0
     assert main(["deploy", "loopback", "num-rounds=1"]) == 0
     assert ["output-dir" in given for given in keys] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [
+        (signal.SIGINT, 130, "resume=DIRECTORY continues it; a stateful method needs --folder"),
+        (signal.SIGTERM, 143, ""),
+        (signal.SIGHUP, 129, ""),
+    ],
+)
+def test_whatever_stops_the_command_removes_what_it_made(monkeypatch, capsys, number, code, said):
+    """SIGTERM and a closed terminal left the temporary keys; Ctrl-C said nothing."""
+    removed = []
+
+    def deployed(*_):
+        try:
+            os.kill(os.getpid(), number)
+        finally:
+            removed.append(True)
+
+    monkeypatch.setattr(keel.deployment.loopback, "deploy_and_run", deployed)
+    before = signal.signal(number, signal.SIG_DFL)  # a shell may have it ignored
+    try:
+        found = main(["deploy", "loopback", "num-rounds=1"])
+    except SystemExit as error:
+        found = error.code
+    finally:
+        signal.signal(number, before)
+    assert (found, removed) == (code, [True])
+    assert said in capsys.readouterr().out
