@@ -139,6 +139,9 @@ def check_reading(cell: Cell, run: Run, config: RunConfig) -> None:
     if not has_curve[cell.of]:
         recorded = [name for name, is_there in has_curve.items() if is_there]
         found = " and ".join(recorded) or "no accuracy"
+        could = method.has_global_model and not config.privacy.withholds_metrics
+        if cell.of == "local_global.mean" and could:
+            found += "; it needs evaluate-clients = 'all' and a local-test-fraction above 0"
         raise ValueError(
             f"of = {cell.of!r}: with this config, {config.rounds.method} records {found}"
         )

@@ -511,6 +511,12 @@ def test_a_recipe_is_read_as_utf_8_wherever_it_is(tmp_path, monkeypatch):
             "line 9",
             "of = 'personal.mean': with this config, fedprox records global.accuracy",
         ),
+        (
+            "method: fedprox",
+            "method: fedprox, local-test-fraction: 0.2, of: local_global.mean",
+            "line 9",
+            "fedprox records global.accuracy; it needs evaluate-clients = 'all'",
+        ),
         ("method: fedprox", "method: fedrep", "lines 9 and 5", "fedrep records personal.mean"),
         ("method: fedprox", "aggregation: krum, num-malicious: 1", "line 9", "there are 4"),
         ("method: fedprox", "min-replies: 7", "line 9", "only 4 clients train in a round"),
