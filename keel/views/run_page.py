@@ -1,5 +1,6 @@
 """What the page of one run shows: its figures and tables, from its files as they are now."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -212,9 +213,7 @@ def client_charts(reader: HistoryReader) -> dict[str, Figure]:
         figures[f"clients-{key}"]["layout"]["height"] = max(MIN_HEIGHT, 140 + 16 * len(worst))
         deciles = [sorted(found.values()) for _, found in by_round]
         lines = [
-            Curve(
-                name, rounds, [100 * values[round(share * (len(values) - 1))] for values in deciles]
-            )
+            Curve(name, rounds, [100 * quantile(values, share) for values in deciles])
             for name, share in (
                 *(("best client", 1.0), ("9th decile", 0.9), ("median", 0.5)),
                 *(("1st decile", 0.1), ("worst client", 0.0)),
@@ -225,6 +224,13 @@ def client_charts(reader: HistoryReader) -> dict[str, Figure]:
         values = [100 * value for value in last.values()]
         figures[f"histogram-{key}"] = histogram(values, title, "clients")
     return figures
+
+
+def quantile(ascending: Sequence[float], share: float) -> float:
+    """Of values in ascending order, as NumPy's: between two of them it is interpolated."""
+    place = share * (len(ascending) - 1)
+    below = ascending[int(place)]
+    return below + place % 1 * (ascending[math.ceil(place)] - below)
 
 
 def coming_charts(reader: HistoryReader) -> list[str]:

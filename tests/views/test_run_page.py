@@ -4,6 +4,7 @@ import json
 import os
 from random import Random
 
+import numpy as np
 import pytest
 from views_fixtures import Pages
 
@@ -79,6 +80,20 @@ def test_many_clients_and_rounds_become_a_small_chart(tmp_path):
     heat = run_page.client_charts(reader)["clients-local_global"]["data"][0]
     assert (len(heat["z"]), len(heat["z"][0])) == (40, 34)
     assert heat["x"][-1] == 100
+
+
+@pytest.mark.parametrize("num_clients", [1, 2, 4, 5, 10, 12])
+def test_median_and_deciles_of_the_clients_are_those_of_numpy(num_clients, tmp_path):
+    """Of two clients the median was the worse one."""
+    run = make_large(tmp_path, num_clients, 1)
+    line = json.loads((run / "history.jsonl").read_text())
+    values = [100 * value for value in line["local_global"]["clients"].values()]
+    _, reader = only_run(tmp_path)
+    lines = run_page.client_charts(reader)["spread-local_global"]["data"]
+    found = {trace["name"]: trace["y"][0] for trace in lines}
+    shares = {"worst client": 0, "1st decile": 0.1, "median": 0.5, "9th decile": 0.9}
+    expected = {name: np.quantile(values, share) for name, share in shares.items()}
+    assert found == pytest.approx(expected | {"best client": max(values)}, rel=1e-5)
 
 
 def test_room_is_left_for_the_charts_of_clients_that_will_come(tmp_path):
