@@ -71,7 +71,8 @@ def run_command(
         typer.Option(
             min=0,
             max=10_000,
-            help="Number of seeds. 0: the recipe's, but at least 6 if values are tried.",
+            help="Number of seeds, the recipe's first. 0: the recipe's, but at least 6 if values "
+            "are tried.",
         ),
     ] = 0,
     set_: Annotated[
@@ -120,7 +121,7 @@ def run_command(
     Finished runs are skipped, interrupted ones resumed.
     """
     with uninterrupted():
-        from keel.experiments.plan import seeds_for, selected
+        from keel.experiments.plan import first_seeds, seeds_for, selected
         from keel.experiments.recipe import load_recipe
         from keel.experiments.runs import Options
 
@@ -137,7 +138,7 @@ def run_command(
     options = Options(
         scale=scale,
         changes=together | parse_changes(set_ or ()),
-        seeds=list(range(seeds)) or seeds_for(loaded, cells, grid == "full"),
+        seeds=first_seeds(loaded, seeds) or seeds_for(loaded, cells, grid == "full"),
         full_grid=grid == "full",
     )
     with uninterrupted():  # imports torch, which the checks above do not need

@@ -329,13 +329,18 @@ def result_of(cell: Cell, options: Options, output: Path) -> Result:
     )
 
 
+def first_seeds(recipe: Recipe, number: int) -> Sequence[int]:
+    """So many seeds: the recipe's in their order, then the lowest of the others."""
+    more = (seed for seed in itertools.count() if seed not in recipe.seeds)
+    return list(itertools.islice(itertools.chain(recipe.seeds, more), number))
+
+
 def seeds_for(recipe: Recipe, cells: Sequence[Cell], full_grid: bool) -> Sequence[int]:
     """The recipe's seeds; where values are tried, five beside the one that chooses among them."""
     options = Options("paper", {}, recipe.seeds, full_grid)
     if all(len(candidates_of(cell, options)) == 1 for cell in cells):
         return recipe.seeds
-    more = (seed for seed in itertools.count() if seed not in recipe.seeds)
-    return [*recipe.seeds, *itertools.islice(more, max(0, TUNED_SEEDS + 1 - len(recipe.seeds)))]
+    return first_seeds(recipe, max(TUNED_SEEDS + 1, len(recipe.seeds)))
 
 
 def job_name(recipe: Recipe, options: Options) -> str:

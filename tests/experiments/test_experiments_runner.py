@@ -160,6 +160,19 @@ def test_more_seeds_than_the_recipe_names_are_announced(
     assert told == is_told
 
 
+@pytest.mark.parametrize(
+    ("number", "seeds"), [(0, [7, 42]), (1, [7]), (2, [7, 42]), (5, [7, 42, 0, 1, 2])]
+)
+def test_seeds_are_the_recipes_before_others(number, seeds, tmp_path, monkeypatch):
+    """0 to 4 beside those that had run were seven seeds, and `after 5 of 7 seeds` for ever."""
+    (tmp_path / "t.yaml").write_text(f"seeds: [7, 42]\n{two_rows}")
+    found: list[Options] = []
+    monkeypatch.setattr(runner, "run_recipe", lambda *of: found.append(of[2]) or {})
+    words = ["run", str(tmp_path / "t.yaml"), "--output", str(tmp_path)]
+    assert main(*words, "--seeds", str(number)) == 0
+    assert found[0].seeds == seeds
+
+
 def options(**changed: Any) -> Options:
     """One seed at the paper's scale, unless message otherwise."""
     return Options(**{"scale": "paper", "changes": {}, "seeds": [0], "full_grid": True, **changed})
