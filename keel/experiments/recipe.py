@@ -50,9 +50,9 @@ from protocol.options import OptionValue, did_you_mean
 log = logging.getLogger("keel.experiments")
 MAX_COMBINATIONS = 100_000  # of values in rows, columns or under tune; more would hang
 RECIPES = Path(__file__).parent / "recipes"
-CLAIM = re.compile(
-    r"(?P<left>.+?) (?P<sign>above|below|within (?P<margin>\d+(\.\d+)?) of) (?P<right>.+?)"
-    r" in (?P<place>.+?)"
+CLAIM = (
+    r"(?P<left>NAME) (?P<sign>above|below|within (?P<margin>\d+(\.\d+)?) of) (?P<right>NAME)"
+    r" in (?P<place>NAME)"
     r"( from round (?P<from_round>[1-9]\d*))?"
 )
 EVERYWHERE = {"every column": "columns", "every row": "rows"}
@@ -368,7 +368,12 @@ def _claims_of_line(
 ) -> Iterator[Claim]:
     names = {"rows": [r.name for r in rows], "columns": [c.name for c in columns]}
     line = _line_of(claim, text)
-    found = CLAIM.fullmatch(claim)
+    found = re.fullmatch(CLAIM.replace("NAME", ".+?"), claim)
+    known_names = {*names["rows"], *names["columns"], *EVERYWHERE}
+    if found and not known_names.issuperset(found.group("left", "right", "place")):
+        # longest first; names may have the words of a claim
+        any_name = "|".join(map(re.escape, sorted(known_names, key=len, reverse=True)))
+        found = re.fullmatch(CLAIM.replace("NAME", any_name), claim) or found
     if not found:
         raise LineError(
             line, f"{claim!r}: expected 'ROW above ROW in COLUMN' (or below, or within 1 of)"

@@ -1095,6 +1095,18 @@ def test_a_claim_may_name_its_round_and_a_headline_is_one_of_the_claims():
         parse_recipe(text, Path("r.yaml"))
 
 
+def test_the_names_in_a_claim_may_have_its_words():
+    text = """\
+config: {source: digits, num-clients: 4}
+rows: {SGD in fp32: {}, SGD in bf16: {lr: 0.1}}
+columns: {a: {alpha: 1.0}, b from round 2: {alpha: 2.0}}
+claims: [SGD in fp32 above SGD in bf16 in b from round 2]
+"""
+    (claim,) = parse_recipe(text, Path("r.yaml")).claims
+    assert (claim.left, claim.right) == ("SGD in fp32", "SGD in bf16")
+    assert (claim.place, claim.from_round) == ("b from round 2", 0)
+
+
 def test_fedprocs_schedule_is_of_the_papers_rounds_and_shrinks_with_them():
     cells = [c for c in load_recipe("fedrcl-table-1").cells if c.row.name.startswith("FedProc")]
     for cell in (cells[0], cells[-1]):
