@@ -67,8 +67,8 @@ class Average(Strategy):
     """
 
     needs_only_average: ClassVar[bool] = True
-    """The half uses the replies' arrays only through their average, so large updates can be summed
-    as they arrive; `reply.arrays` is then empty. Each subclass declares it for itself."""
+    """The half uses the replies' arrays only through one average of all, so large updates can be
+    summed as they arrive; `reply.arrays` is then empty. Each subclass declares it for itself."""
 
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         self.config = config
@@ -125,7 +125,7 @@ class Average(Strategy):
         """The accepted replies' arrays combined; where they were summed as they came, that sum."""
         like = self.expected(self.current)
         if self.running:
-            return self.running.mean(like)
+            return self._summed(self.running, replies, like).mean(like)
         weights = self.counts(replies) if self.is_weighted_by_examples else [1.0] * len(replies)
         if self.is_large:
             by_name = dict(zip((reply.client for reply in replies), weights, strict=True))
@@ -140,7 +140,7 @@ class Average(Strategy):
         """The sum of the accepted replies' `extra`, weighted by `extra_shares`."""
         like = returned(self.expected_extra)
         if self.running:
-            return self.running.extra_sum(like)
+            return self._summed(self.running, replies, like).extra_sum(like)
         shares = self.extra_shares([reply.client for reply in replies])
         if self.is_large:  # as in `average`
             total = ExactSum(self.limits)
@@ -152,6 +152,17 @@ class Average(Strategy):
             for name, array in found.items():
                 array.add_(reply.extra[name], alpha=shares[reply.client])
         return found
+
+    def _summed(self, running: RunningMean, replies: list[TrainReply], like: Arrays) -> RunningMean:
+        """The running sums. ValueError unless they have these arrays, of these replies alone."""
+        clients = {reply.client for reply in replies}
+        if clients != running.added or not like.keys() <= running.sum.sums.keys():
+            raise ValueError(
+                f"{place_of(self.next_arrays)}: this round's updates are large and were summed as "
+                "they arrived, so their sum is of all accepted replies and can be used once: set "
+                f"needs_only_average = False in {type(self).__name__}"
+            )
+        return running
 
     @property
     def is_weighted_by_examples(self) -> bool:
@@ -396,6 +407,8 @@ class Average(Strategy):
         if not self.is_large or rounds.norm_bound != "off" or self.outliers:
             return {}
         if not vars(type(self)).get("needs_only_average"):  # not a base class's
+            return {}
+        if type(self).counts is not Average.counts:  # it may weight by all that replies hold
             return {}
         if not self.is_weighted_by_examples:
             return {entry.client: 1.0 for entry in entries}

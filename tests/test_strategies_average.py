@@ -662,6 +662,61 @@ def test_a_server_half_that_reads_the_updates_has_them_in_a_large_round_too(monk
         assert torch.equal(array, torch.stack([r.arrays[name] for r in replies]).amax(0))
 
 
+def test_a_server_half_weights_a_large_round_by_its_own_counts(monkeypatch):
+    """It was weighted by numbers of samples."""
+
+    class ByPlace(Average):
+        needs_only_average = True
+
+        def counts(self, replies):
+            return [1.0 + 10 * place for place, _ in enumerate(replies)]
+
+    current, found = network().state_dict(), []
+    for num_bytes in (2**29, 0):
+        monkeypatch.setattr(strategies.average, "STREAM_BYTES", num_bytes)
+        strategy = average_of(half=ByPlace)
+        messages = [answer(*each) for each in all_answers(strategy, current)]
+        assert strategy.begin_sums(1) == {}
+        following, _ = strategy.aggregate_train(1, messages)
+        found.append(tensors(following))
+    for name, array in found[0].items():
+        torch.testing.assert_close(found[1][name], array)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda self, replies: self.average(replies[:2]),
+        lambda self, replies: self.average(replies) and self.average(replies),
+        lambda self, replies: self.extra_sum(replies[:2]),
+    ],
+)
+def test_a_server_half_that_averages_some_replies_of_a_large_round_is_refused(monkeypatch, read):
+    """It got the average of all, the second time no arrays."""
+
+    class Some(Summing):
+        needs_only_average = True
+
+        def next_arrays(self, current, replies):
+            read(self, replies)
+            return current
+
+    current = network().state_dict()
+    for num_bytes in (2**29, 0):
+        monkeypatch.setattr(strategies.average, "STREAM_BYTES", num_bytes)
+        strategy = average_of(half=Some)
+        extra = {"beside": torch.ones(2)}
+        messages = [
+            answer(message, replace(reply, extra=extra))
+            for message, reply in all_answers(strategy, current)
+        ]
+        if num_bytes:
+            strategy.aggregate_train(1, messages)
+            continue
+        with pytest.raises(ValueError, match=r"Some.next_arrays \(.*\): this round's updates"):
+            strategy.aggregate_train(1, messages)
+
+
 def test_a_server_half_that_changes_what_it_was_given_is_refused():
     """The model is the run's if the next is not finite; a reply may be a client's state."""
 
