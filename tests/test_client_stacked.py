@@ -457,6 +457,30 @@ def test_clients_that_received_different_arrays_are_refused():
         together_of(method_of(config), ctxs)
 
 
+class Scaled(torch.nn.Module):
+    """A convolution times a learnt scalar."""
+
+    def __init__(self, num_channels):
+        super().__init__()
+        self.convolution = torch.nn.Conv2d(num_channels, 4, 3)
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return self.scale * self.convolution(x)
+
+
+@pytest.mark.parametrize("keys", [{"clip_norm": 0.5}, {"fedprox.mu": 1.0}])
+def test_a_parameter_without_dimensions_can_be_stacked(keys, in_float64, monkeypatch):
+    """Both flattened it from its first dimension on, which it lacks."""
+
+    def build(input_shape):
+        pool = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten())
+        return Trunk({"conv1": Stage(Scaled(input_shape[0]), torch.nn.ReLU())}, pool, 16)
+
+    add_model(monkeypatch, "scaled", build)
+    assert_same_updates(*both_ways(subject_of("fedprox"), model="scaled", **keys))
+
+
 def spectral(input_shape):
     """A network whose weight is divided by an estimate that each forward pass updates in place."""
     convolution = spectral_norm(torch.nn.Conv2d(input_shape[0], 4, 3))
