@@ -622,7 +622,8 @@ def copy_shared(update: Update, ctx: RoundContext) -> None:
     """Copy the update's arrays that lie in memory which changes later.
 
     That is the memory of a network, in which other clients train, and, for client state, also that
-    of the received arrays, which the server may change.
+    of the received arrays, which the server may change. Arrays of `torch.inference_mode`, whose
+    changes torch does not count, are copied too. No array has a gradient afterwards.
     """
     shared = {
         tensor.untyped_storage().data_ptr()
@@ -632,10 +633,12 @@ def copy_shared(update: Update, ctx: RoundContext) -> None:
     }
 
     def copied(arrays: Arrays) -> Arrays:
-        return {
-            name: array.detach().clone() if array.untyped_storage().data_ptr() in shared else array
-            for name, array in arrays.items()
-        }
+        return {name: copied_if_shared(array) for name, array in arrays.items()}
+
+    def copied_if_shared(array: torch.Tensor) -> torch.Tensor:
+        if array.is_inference() or array.untyped_storage().data_ptr() in shared:
+            return array.detach().clone()
+        return array.detach() if array.requires_grad else array
 
     update.arrays, update.extra = copied(update.arrays), copied(update.extra)
     received = (*ctx.received.values(), *ctx.extra.values())

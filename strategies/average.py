@@ -575,7 +575,10 @@ class Average(Strategy):
 
 
 def returned(function: Callable[..., Arrays], *args: object) -> Arrays:
-    """What a function of a server half returns. ValueError naming it, unless a dict of tensors."""
+    """What a function of a server half returns. ValueError naming it, unless a dict of tensors.
+
+    Those of `torch.inference_mode` are copied: torch does not count changes of them.
+    """
     found = function(*args)
     what = "" if isinstance(found, Mapping) else type(found).__name__
     expected = "a dict of tensors"
@@ -589,7 +592,7 @@ def returned(function: Callable[..., Arrays], *args: object) -> Arrays:
             break
     if what:
         raise ValueError(f"{place_of(function)} returned {what}: expected {expected}")
-    return found
+    return {name: each.clone() if each.is_inference() else each for name, each in found.items()}
 
 
 __all__ = ["Average", "RoundReport", "TooFewRepliesError"]

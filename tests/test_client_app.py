@@ -35,6 +35,7 @@ from client_fixtures import (
 from flwr.app import ConfigRecord, RecordDict
 from method_fixtures import METHODS, FloatPenalty, ForgottenReturn, InPlace, with_method
 from PIL import Image
+from run_fixtures import assert_same_run
 
 import client_app.handlers
 from client_app.handlers import advice, turn, without_file_names
@@ -958,6 +959,47 @@ def test_an_update_in_the_memory_of_the_network_is_not_the_next_clients(tmp_path
     assert not torch.equal(first, second)
     for reply in replies:
         assert torch.equal(reply.extra["head"], reply.arrays["classifier.weight"].T)
+
+
+@dataclass(frozen=True)
+class InInferenceMode(FedProx):
+    """Sends and stores arrays that torch made without counting their changes."""
+
+    is_stateful: ClassVar[bool] = True
+
+    def finish(self, update, ctx):
+        with torch.inference_mode():
+            arrays = {name: 1 * array for name, array in update.arrays.items()}
+            counts = 1 * ctx.label_counts
+        return replace(update, arrays=arrays, state={"m": {"counts": counts}})
+
+
+@dataclass(frozen=True)
+class WithGradient(FedProx):
+    """Stores an array that still has its graph."""
+
+    is_stateful: ClassVar[bool] = True
+
+    def penalty(self, batch):
+        bias = batch.ctx.model.classifier.bias
+        stored = batch.ctx.state.get("m", {"bias": torch.zeros_like(bias)})
+        return (bias - stored["bias"]).square().sum()
+
+    def finish(self, update, ctx):
+        return replace(update, state={"m": {"bias": 2 * ctx.model.classifier.bias}})
+
+
+@pytest.mark.parametrize("method", [InInferenceMode, WithGradient])
+def test_arrays_may_have_a_gradient_or_come_from_inference_mode(
+    method, tmp_path, monkeypatch, no_pictures
+):
+    """The second failed with snapshot-every > 1, where state stays in memory with its graph."""
+    with_method(monkeypatch, "fedprox", method)
+    keys = {"method": "fedprox", "num-rounds": 3, "source": small_source(), "batch-size": 8}
+    keys |= {"model": "cnn-fedreco", "partition": "iid", "min-samples": 1, "device": "cpu"}
+    keys |= {"output-dir": str(tmp_path), "keep-state": True}
+    one, other = (run_inline(keys | {"snapshot-every": n}, num_clients=2) for n in (1, 3))
+    assert_same_run(one, other)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from protocol.catalogue import options_class
 from protocol.code import check_signatures, place_of
 from server_app.summary import read_summary
 from strategies import Average, server_half
-from tests.run_fixtures import SMALL
+from tests.run_fixtures import SMALL, final_model, same_bits
 
 QUICK = {"method": "fedavg", "num-rounds": 1, "local-epochs": 1}
 
@@ -80,6 +80,28 @@ def test_what_else_a_server_half_returns_is_checked(name, value, found, run, mon
     monkeypatch.setattr(Average, name, mistaken)
     with pytest.raises(ValueError, match=rf"mistaken \(.*:\d+\) returned {found}: expected a dict"):
         run(QUICK)
+
+
+def test_a_server_half_may_make_its_arrays_in_inference_mode(run, monkeypatch):
+    """It ended with: Inference tensors do not track version counter."""
+
+    class Half(Average):
+        h = torch.zeros(2)
+
+        @torch.inference_mode()
+        def next_arrays(self, current, replies):
+            self.h = self.h + 1
+            return {n: 1 * array for n, array in super().next_arrays(current, replies).items()}
+
+        def extra(self):
+            return {"h": self.h}
+
+        def own_state(self):
+            return {"h": self.h}
+
+    whole = final_model(run(QUICK | {"num-rounds": 2}))
+    monkeypatch.setattr("strategies.server_half", lambda method: Half)
+    assert same_bits(final_model(run(QUICK | {"num-rounds": 2})), whole)
 
 
 def test_a_server_half_that_does_not_initialise_its_base_is_named(run, monkeypatch):
