@@ -249,7 +249,8 @@ class Average(Strategy):
 
     def state(self) -> Arrays:
         """The server's state for its checkpoint, alongside the model."""
-        step = {f"step/{name}": array for name, array in self.server_optimizer.state().items()}
+        moments = returned(self.server_optimizer.state)
+        step = {f"step/{name}": array for name, array in moments.items()}
         own = {f"own/{name}": array for name, array in returned(self.own_state).items()}
         # one array each for all clients
         by_client: dict[str, object] = {"counted": self.last_accepted_rounds}

@@ -21,6 +21,7 @@ from protocol.catalogue import options_class
 from protocol.code import check_signatures, place_of
 from server_app.summary import read_summary
 from strategies import Average, server_half
+from strategies.server_optimizers import ServerOptimizer
 from tests.run_fixtures import SMALL, final_model, same_bits
 
 QUICK = {"method": "fedavg", "num-rounds": 1, "local-epochs": 1}
@@ -79,6 +80,17 @@ def test_what_else_a_server_half_returns_is_checked(name, value, found, run, mon
 
     monkeypatch.setattr(Average, name, mistaken)
     with pytest.raises(ValueError, match=rf"mistaken \(.*:\d+\) returned {found}: expected a dict"):
+        run(QUICK)
+
+
+def test_the_state_of_a_server_optimizer_is_checked(run, monkeypatch):
+    """It ended in a traceback: 'int' object has no attribute 'is_floating_point'."""
+
+    def mistaken(self):
+        return {"steps": 1}
+
+    monkeypatch.setattr(ServerOptimizer, "state", mistaken)
+    with pytest.raises(ValueError, match=r"mistaken \(.*:\d+\) returned 'steps': int: expected"):
         run(QUICK)
 
 
