@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from safetensors import SafetensorError
-from safetensors.numpy import load
+from safetensors.torch import load
 from torch import Tensor
 
 from protocol.code import code_digest
@@ -389,7 +389,7 @@ def tensors(record: ArrayRecord | None) -> Arrays:
         values = load(array.data)
         if set(names) != values.keys() or values.keys() & found.keys():
             raise ValueError(f"{name!r} holds other arrays than it names")
-        found |= {key: torch.from_numpy(values[key]) for key in names}
+        found |= {key: values[key] for key in names}
     return found
 
 

@@ -116,6 +116,16 @@ def test_packed_bytes_are_those_of_safetensors():
     assert b"".join(packed_pieces(packed, about)) == safetensors.torch.save(packed, about)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_type_that_a_model_may_have_reaches_another_process(dtype):
+    """bfloat16 did within a process alone."""
+    values = {"pair": torch.tensor([1, 0]), "scalar": torch.tensor(1), "empty": torch.zeros(0, 3)}
+    sent = {name: array.to(dtype) for name, array in values.items()}
+    content = RecordDict({"arrays": array_record(sent)})
+    received = from_bytes(RecordDict, to_bytes(content)).array_records["arrays"]
+    assert_equal(tensors(received), sent)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("place", [0, 1234, -1])
 def test_one_value_that_is_not_finite_is_found(value, place):
