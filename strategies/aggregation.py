@@ -144,7 +144,10 @@ def coordinate_wise(replies: Sequence[TrainReply], rounds: RoundsConfig) -> Arra
     """The median or trimmed mean of every coordinate; integers are rounded."""
     found: Arrays = {}
     for name, like in replies[0].arrays.items():
-        stacked = np.stack([reply.arrays[name].numpy() for reply in replies])
+        arrays = [reply.arrays[name] for reply in replies]
+        if like.dtype is torch.bfloat16:  # NumPy has no such type
+            arrays = [array.float() for array in arrays]
+        stacked = np.stack([array.numpy() for array in arrays])
         if rounds.aggregation == "median":  # as in Flower's FedMedian, which has no function for it
             value = np.median(stacked, axis=0)
         else:

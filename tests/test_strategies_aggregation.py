@@ -225,6 +225,20 @@ def test_whole_numbers_are_rounded_and_keep_their_type():
     assert found.tolist() == [4, -4]
 
 
+@pytest.mark.parametrize(
+    "keys", [{"aggregation": "median"}, {"aggregation": "trimmed-mean", "trim_fraction": 0.3}]
+)
+def test_bfloat16_is_aggregated_and_keeps_its_type(keys):
+    """NumPy lacks it: round 1 ended in a traceback."""
+    replies = [
+        TrainReply("c", 1, {"w": torch.tensor([n], dtype=torch.bfloat16)}, {}, {})
+        for n in (-1.0, 1.5, 2.5, 90.0)
+    ]
+    found = coordinate_wise(replies, rounds_of(**keys))["w"]
+    assert found.dtype is torch.bfloat16
+    assert found.tolist() == [2.0]
+
+
 @pytest.mark.parametrize("num_clients", [3, 7, 8, 300])
 def test_the_smallest_share_to_trim_that_is_named_is_enough(num_clients):
     """Of three clients, 0.33 trims none."""
