@@ -185,6 +185,11 @@ def _check_tensors(trunk: Trunk, name: str, has_statistics: bool) -> None:
     """
     place, chain = place_of(BUILDERS[name]), nn.ModuleDict(trunk.stages)
     for key, tensor in chain.state_dict().items():
+        if key.endswith("_extra_state"):  # of `get_extra_state`, of any type
+            raise ValueError(
+                f"{place}: {key}: Keel sends parameters and buffers alone; store it in a buffer "
+                "(register_buffer)"
+            )
         if tensor.dtype not in DTYPES:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             found = str(tensor.dtype).removeprefix("torch.")

@@ -507,6 +507,13 @@ def with_buffer(buffer):
     return with_stage("conv1", Stage(nn.Conv2d(3, 8, 3), tail), 7200)
 
 
+class WithExtraState(nn.Identity):
+    """A module that stores more than tensors."""
+
+    def get_extra_state(self):
+        return {"k": 3}
+
+
 def with_frozen_weights(input_shape, norm):
     stage = conv(3)
     stage.body.bias.requires_grad_(False)
@@ -548,6 +555,10 @@ class TwoOutputs(nn.Module):
         (
             with_buffer(torch.ones(3, dtype=torch.complex64)),
             r": conv1\.tail\.odd is complex64: exp",
+        ),
+        (
+            with_stage("conv1", Stage(nn.Conv2d(3, 8, 3), WithExtraState()), 7200),
+            r": conv1\.tail\._extra_state: Keel sends parameters and buffers alone",
         ),
         (lambda input_shape, norm: None, " returned NoneType: expected a Trunk"),
         (lambda input_shape, norm: nowhere, ": NameError: name 'nowhere' is not defined"),  # noqa: F821
