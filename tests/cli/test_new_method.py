@@ -43,7 +43,11 @@ def test_the_source_takes_the_place_of_its_placeholders():
 
 
 @pytest.mark.parametrize(
-    "name", ["fedprox", "fedavgm", "privacy", "Fed", "fed_pull", "1fed", "class", "fed-", "../x"]
+    "name",
+    [
+        *["fedprox", "fedavgm", "privacy", "average", "server-optimizers"],
+        *["Fed", "fed_pull", "1fed", "class", "fed-", "../x"],
+    ],
 )
 def test_taken_and_bad_names_are_refused_and_nothing_is_written(
     checkout, name, monkeypatch, capsys
