@@ -13,7 +13,7 @@ from protocol.catalogue import imported, method_spec, method_stem
 from protocol.code import check_signatures, place_of
 from protocol.config import RunConfig
 from protocol.options import did_you_mean
-from strategies.average import Average
+from strategies.average import Average, returned
 
 
 def server_half(method: str) -> type[Average]:
@@ -55,7 +55,8 @@ def _check_functions(half: type[Average]) -> None:
 def strategy_for(config: RunConfig, model: StagedModel) -> Average:
     """The server half of the run's method, for this network.
 
-    ValueError if its `__init__` does not call that of `Average`.
+    ValueError if its `__init__` does not call that of `Average`, or if clients would add the noise
+    of `privacy.epsilon` to whole numbers, such as indices.
     """
     half = server_half(config.rounds.method)
     strategy = half(config, model)
@@ -64,6 +65,16 @@ def strategy_for(config: RunConfig, model: StagedModel) -> Average:
             f"{place_of(half.__init__)} does not call super().__init__(config, model): call it "
             "first"
         )
+    if epsilon := config.privacy.epsilon:
+        sent = strategy.expected(returned(strategy.initial_arrays, model))
+        for name, array in sent.items():
+            if not array.is_floating_point():
+                kind = str(array.dtype).removeprefix("torch.")
+                raise ValueError(
+                    f"privacy.epsilon = {epsilon}: clients would add noise to {name} of "
+                    f"{model.name}, which is {kind}: register a constant buffer with "
+                    "persistent=False, which is not sent, or set privacy.epsilon to 0"
+                )
     return strategy
 
 

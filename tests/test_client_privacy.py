@@ -3,14 +3,25 @@
 import math
 import re
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from client_fixtures import assert_same_bits, differ, make_config, make_round
+from client_fixtures import (
+    NUM_CLASSES,
+    SHAPE,
+    add_model,
+    assert_same_bits,
+    differ,
+    make_config,
+    make_round,
+)
 
 from client_app.privacy import clip_to_grid, privatise
+from client_app.setup import build_network
+from models.staged import Stage, Trunk
 from protocol.discrete_gaussian import SAMPLER_DISTANCE
 from protocol.privacy import (
     composed_budget,
@@ -19,6 +30,7 @@ from protocol.privacy import (
     noise_sigma,
     privacy_statement,
 )
+from strategies import strategy_for
 
 SHAPES = {"a": (3, 4), "b": (5,), "c": (2, 1, 3, 3), "d": ()}
 
@@ -315,3 +327,27 @@ def test_values_without_meaning_are_refused_by_name(key, value):
     name = f"privacy.{key}".replace("_", "-")
     with pytest.raises(ValueError, match=f"{name} = {value!r}: expected"):
         make_config(**{f"privacy__{key}": value})
+
+
+def permuted(is_persistent, input_shape):
+    """A network that reads its channels in the order of a buffer of indices."""
+    convolution = torch.nn.Conv2d(input_shape[0], 4, 3)
+    convolution.register_buffer("order", torch.arange(4), persistent=is_persistent)
+    pool = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten())
+    return Trunk({"conv1": Stage(convolution, torch.nn.ReLU())}, pool, 16)
+
+
+def test_noise_on_whole_numbers_is_refused_before_round_1(monkeypatch):
+    """Indices were drawn anew: the run ended with one out of range, or went on with others."""
+    for name, is_persistent in (("sent", True), ("kept", False)):
+        add_model(monkeypatch, name, partial(permuted, is_persistent))
+
+    def strategy_of(**keys):
+        config = make_config(**keys)
+        return strategy_for(config, build_network(config, SHAPE, NUM_CLASSES))
+
+    with pytest.raises(ValueError, match=r"order of sent, which is int64: .* persistent=False, wh"):
+        strategy_of(method="fedavg", model="sent", privacy__epsilon=0.5)
+    strategy_of(method="fedavg", model="kept", privacy__epsilon=0.5)
+    strategy_of(method="fedavg", model="sent")
+    strategy_of(method="fedreco", model="sent", privacy__epsilon=0.5)  # it sends gradients alone
