@@ -5,7 +5,6 @@ the same on every machine. It returns sorted indices into `labels` (int64) for e
 index appears exactly once.
 """
 
-import hashlib
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from protocol.code import place_of
+from protocol.files import digest
 from protocol.text import num_of
 
 # A Dirichlet split that fails this often is practically impossible.
@@ -58,9 +58,7 @@ class Parts:
 
     def digest(self) -> str:
         """The first 16 hex digits of the SHA-256 of all parts."""
-        hashed = hashlib.sha256(self.ends.astype("<i8").tobytes())
-        hashed.update(self.indices.astype("<i8").tobytes())
-        return hashed.hexdigest()[:16]
+        return digest(self.ends.astype("<i8"), self.indices.astype("<i8"))
 
     def of(self, labels: np.ndarray) -> "Parts":
         """The same parts of `labels`, into which the indices point."""

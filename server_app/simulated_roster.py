@@ -4,7 +4,6 @@ A logical client is a number: it is not queried, sent to or written about until 
 Values over all clients are computed from arrays.
 """
 
-import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +18,7 @@ from client_app.node_config import own_architecture
 from client_app.setup import client_indices, model_for, representation_width, split_over_clients
 from data.sources import Source
 from protocol.config import RunConfig
+from protocol.files import digest
 from protocol.messages import RosterEntry
 from server_app.logical_clients import LogicalGrid
 from server_app.roster import MAX_LISTED, check_widths, class_without_samples
@@ -115,10 +115,8 @@ class SimulatedRoster(Mapping[int, RosterEntry]):
 
     def digest(self) -> str:
         """A digest of the split: every client's samples, and how local test parts are chosen."""
-        hashed = hashlib.sha256(f"{self.config.data.local_test_fraction}".encode())
-        for array in (self.parts.ends, self.parts.indices):
-            hashed.update(array.astype("<i8").tobytes())
-        return hashed.hexdigest()[:16]
+        parts = (array.astype("<i8") for array in (self.parts.ends, self.parts.indices))
+        return digest(f"{self.config.data.local_test_fraction}".encode(), *parts)
 
     @property
     def label_counts(self) -> "ByName[list[int]]":
