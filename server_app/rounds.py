@@ -229,7 +229,7 @@ def train_round(
     started = time.perf_counter()
     try:
         # on every engine the same number: the last bits of a server half's sums depend on it
-        with threads(run.config.train.threads or torch.get_num_threads()):
+        with threads(run.config.train.threads):
             following, _ = strategy.aggregate_train(server_round, ())
     finally:  # too few replies end the run
         report = strategy.report
@@ -256,7 +256,7 @@ def train_round(
         )
     note_trained(run, line)
     if run.monitor and is_measured:
-        with threads(run.config.train.threads or torch.get_num_threads()):
+        with threads(run.config.train.threads):
             line["diagnostics"] = run.monitor.measure(
                 server_round, tensors(arrays), report.accepted, run.directory.path
             )
@@ -392,16 +392,16 @@ def global_score(run: Run, arrays: ArrayRecord, num_threads: int) -> dict[str, f
     """Accuracy and loss of the global model on the source's test set. num_threads: 0: torch's."""
     device = run.test_samples.labels.device
     run.model.to(device).load_state_dict(run.initial_weights | tensors(arrays))
-    with threads(num_threads or torch.get_num_threads()):
+    with threads(num_threads):
         score = evaluate(run.model, run.test_samples, run.config.train.precision)
     return {"accuracy": score.accuracy, "loss": score.loss}
 
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """Run the block with `number` torch threads; with another number, last bits may differ."""
+    """Run the block with `number` torch threads, 0: torch's; with others, last bits may differ."""
     before = torch.get_num_threads()
-    torch.set_num_threads(number)
+    torch.set_num_threads(number or before)
     try:
         yield
     finally:
