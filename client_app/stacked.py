@@ -313,8 +313,7 @@ class Stack:
         first, last = places[0], places[-1]
         if last - first + 1 == len(places):
             return slice(first, last + 1)
-        device = next(iter(self.arrays.values())).device
-        return torch.tensor(places).to(device, non_blocking=True)
+        return torch.tensor(places).to(self.device, non_blocking=True)
 
     def step(
         self, places: list[int], rate: float, inputs: Sequence[Any], batch_size: int
