@@ -1,4 +1,4 @@
-"""A plot of how labels are distributed over clients."""
+"""A plot of how labels are distributed over clients, and the writing of any figure."""
 
 import warnings
 from collections.abc import Sequence
@@ -81,6 +81,11 @@ def plot_label_distribution(
             colour = "white" if shade(count) > 0.6 else "black"
             axes.text(client, k, str(count), color=colour, size=7, ha="center", va="center")
     figure.colorbar(heat, ax=(axes, below), label="samples")
+    save_png(figure, path)
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    """Write a PNG, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     picture = BytesIO()
     figure.savefig(picture, dpi=150, format="png")

@@ -2,8 +2,6 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -12,7 +10,6 @@ from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.ticker import MaxNLocator
 
-from protocol.files import write_atomically
 from protocol.text import printable
 
 MAX_MARKED = 40  # points; a longer curve has no markers
@@ -68,11 +65,3 @@ def legend_of(axes: Axes) -> Legend:
     figure.set_size_inches(width + columns * (0.6 + 0.06 * longest), max(height, 0.15 * rows + 0.3))
     style: dict[str, Any] = {"frameon": False, "fontsize": "x-small", "handlelength": 3}
     return figure.legend(handles=axes.lines, loc="outside right upper", ncols=columns, **style)
-
-
-def save_png(figure: Figure, path: Path) -> None:
-    """Write a PNG, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    picture = BytesIO()
-    figure.savefig(picture, dpi=150, format="png")
-    write_atomically(path, picture.getbuffer())

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.plots import plot_label_distribution
+from data.plots import plot_label_distribution, save_png
 from data.sources import Source
 from protocol.config import RunConfig
 from protocol.messages import RosterEntry
 from server_app.history import CURVES, Line, curve, without_clients
 from server_app.observers import ReplyObserver, RoundLog, RunInfo, RunObserver
-from server_app.plots import accuracy_figure, save_png
+from server_app.plots import accuracy_figure
 from server_app.summary import iso_time, read_summary, summarise, write_summary
 from server_app.trackers import trackers_of
 

@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from data.plots import plot_label_distribution
-from server_app.plots import accuracy_figure, save_png
+from data.plots import plot_label_distribution, save_png
+from server_app.plots import accuracy_figure
 
 
 def test_losses_have_a_panel_of_their_own_under_the_accuracies():

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from data.plots import save_png
 from server_app.diagnostics.comparison import SIMILARITIES, Numbers
-from server_app.plots import save_png
 
 MAX_CURVES = 5  # rounds in one figure of CKA: the first, the last, and some between
 DESCRIPTIONS = {
