@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from protocol.catalogue import app_folder as app_folder
 from protocol.catalogue import method_names, method_spec
 from protocol.files import STATE_FILE, full_path
 from protocol.models import IMAGE_SIZES, MODELS
@@ -45,7 +46,6 @@ FlatConfig = dict[str, OptionValue]
 T = TypeVar("T")
 log = logging.getLogger("keel.config")
 MIN_ROBUST_REPLIES = 3  # of two, neither is an outlier
-app_folder = Path(__file__).resolve().parent.parent
 
 # Names of keys and values before 0.2: accepted until 0.3, with a warning. `flwr run` refuses a key
 # that is not in pyproject.toml, so the old keys are listed there too.
