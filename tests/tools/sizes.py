@@ -23,28 +23,28 @@ HEADS = "projection heads"
 def measured_sizes(inputs: Sequence[tuple[int, int]] = INPUTS) -> Sizes:
     """Parameter counts of all registered models, and what each method adds to them, measured."""
 
-    def count(name: str, channels: int, size: int, classes: int, addition: str) -> int:
+    def counted(name: str, channels: int, size: int, addition: str) -> list[int]:
         with torch.device("meta"):  # shapes without memory or initialisation
             network = build_model(
                 name,
-                num_classes=classes,
+                num_classes=2,
                 channels=channels,
                 image_size=size,
                 projection="none" if addition == HEADS else addition,
                 projection_heads=PROJECTION_WIDTH if addition == HEADS else 0,
             )
-        return sum(parameter.numel() for parameter in network.parameters())
+        of_two = sum(parameter.numel() for parameter in network.classifier.parameters())
+        total = sum(parameter.numel() for parameter in network.parameters())
+        return [total - of_two, of_two // 2]
 
     additions = ("none", "gaussian", *PROJECTION_TAILS, HEADS)
-    models: Sizes = {}
-    for name in MODELS:
-        models[name] = {}
-        for channels, size in inputs:
-            counts = {}
-            for addition in additions:
-                two, three = (count(name, channels, size, k, addition) for k in (2, 3))
-                counts[addition] = [two - 2 * (three - two), three - two]
-            models[name][f"{channels}x{size}"] = counts
+    models = {
+        name: {
+            f"{channels}x{size}": {each: counted(name, channels, size, each) for each in additions}
+            for channels, size in inputs
+        }
+        for name in MODELS
+    }
     methods = {}  # that add to the model
     for name in method_names():
         parts = method_of(resolve_config({"method": name})).model_parts()
