@@ -3,12 +3,14 @@
 import ast
 import re
 import shutil
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 from protocol.code import SERVER_PACKAGES, run_by_worker
 from protocol.config import app_folder, project_file
 
+PACKAGES = ("client_app", "data", "keel", "models", "protocol", "server_app", "strategies")
 STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)  # no import is within an expression
 
 
@@ -25,12 +27,19 @@ def imports_of(file: Path) -> list[ast.Import | ast.ImportFrom]:
     return found
 
 
+def copy_keel(to: Path, packages: Iterable[str] = PACKAGES) -> Path:
+    """`to`, into which these packages and pyproject.toml are copied."""
+    for package in packages:  # with their byte code, but not what another process is writing
+        shutil.copytree(
+            app_folder / package, to / package, ignore=shutil.ignore_patterns("*.pyc.*")
+        )
+    shutil.copy(app_folder / "pyproject.toml", to)
+    return to
+
+
 def write_newer_app(app: Path) -> Path:
     """The Flower app of a checkout with one name more in `protocol`, used in `client_app`."""
-    for package in (*run_by_worker, *SERVER_PACKAGES):
-        shutil.copytree(
-            app_folder / package, app / package, ignore=shutil.ignore_patterns("*.pyc.*")
-        )
+    copy_keel(app, (*run_by_worker, *SERVER_PACKAGES))
     shutil.copy(app_folder / "LICENSE", app)
     project = re.sub(r"(?m)^fab-exclude = .*\n", "", project_file().read_text())
     (app / "pyproject.toml").write_text(project)  # Flower refuses patterns that match nothing

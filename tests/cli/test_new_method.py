@@ -7,24 +7,17 @@ import sys
 import tomllib
 
 import pytest
+from source_fixtures import copy_keel
 
 from keel.cli import new_method
 from keel.cli.main import main
 from keel.cli.new_method import named, with_table
-from protocol.config import app_folder
-
-PACKAGES = ("client_app", "data", "keel", "models", "protocol", "server_app", "strategies")
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
     """A copy of Keel to write methods in."""
-    copy = tmp_path_factory.mktemp("checkout")
-    for package in PACKAGES:
-        shutil.copytree(
-            app_folder / package, copy / package, ignore=shutil.ignore_patterns("*.pyc.*")
-        )
-    shutil.copy(app_folder / "pyproject.toml", copy)
+    copy = copy_keel(tmp_path_factory.mktemp("checkout"))
     (copy / "tests").mkdir()
     return copy
 

@@ -1,13 +1,11 @@
 """All of `keel check-method` on a sound method, and its resume in another process."""
 
 import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
-repository = Path(__file__).parents[2]
-packages = ["client_app", "data", "keel", "models", "protocol", "server_app", "strategies"]
+from source_fixtures import copy_keel
+
 CLIENT_HALF = """
 from dataclasses import dataclass
 from typing import ClassVar
@@ -47,11 +45,7 @@ def test_a_sound_method_passes_all(printed):
 
 def test_a_sum_in_the_order_of_a_set_differs_after_resuming(tmp_path):
     """Within one process a set of names has one order."""
-    copy = tmp_path / "copy"
-    for package in packages:
-        skip = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(repository / package, copy / package, ignore=skip)
-    shutil.copy(repository / "pyproject.toml", copy)
+    copy = copy_keel(tmp_path / "copy")
     (copy / "client_app/methods/summing.py").write_text(CLIENT_HALF)
     (copy / "strategies/summing.py").write_text(SERVER_HALF)
     environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONHASHSEED": "7"}

@@ -8,20 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from source_fixtures import PACKAGES, copy_keel
 
 repository = Path(__file__).parents[3]
 page = (repository / "docs/how-to/own-model.md").read_text()
-packages = ["client_app", "data", "keel", "models", "protocol", "server_app", "strategies"]
 
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """A copy with the page's file, and the lines of its other blocks at their places."""
-    for package in (*packages, "tests/tools"):
-        shutil.copytree(
-            repository / package, tmp_path / package, ignore=shutil.ignore_patterns("*.pyc.*")
-        )
-    for file in ("pyproject.toml", "tests/test_models.py", "tests/model_fixtures.py"):
+    copy_keel(tmp_path, (*PACKAGES, "tests/tools"))
+    for file in ("tests/test_models.py", "tests/model_fixtures.py"):
         shutil.copy(repository / file, tmp_path / file)
     blocks = dict(re.findall(r'```python title="([^"]+)"\n(.*?)```', page, re.S))
     (tmp_path / "models/tiny.py").write_text(blocks.pop("models/tiny.py"))

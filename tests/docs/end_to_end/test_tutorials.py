@@ -6,18 +6,17 @@ the example in the README, and from two calls of `keel new-method`.
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from source_fixtures import copy_keel
 
 repository = Path(__file__).parents[3]
 page = (repository / "docs/how-to/own-method.md").read_text()
 readme = (repository / "README.md").read_text()
-packages = ["client_app", "data", "keel", "models", "protocol", "server_app", "strategies"]
 written = {"gentle-pull": [], "damped-pull": ["--server-half"]}  # words of `keel new-method`
 
 # pictures of runs take longer than the runs
@@ -73,12 +72,7 @@ def run(copy: Path, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def copy_and_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """A copy of the packages with the blocks as files, and what `keel new-method` wrote there."""
-    copy, python = tmp_path_factory.mktemp("tutorial"), []
-    for package in packages:
-        shutil.copytree(
-            repository / package, copy / package, ignore=shutil.ignore_patterns("*.pyc.*")
-        )
-    shutil.copy(repository / "pyproject.toml", copy)
+    copy, python = copy_keel(tmp_path_factory.mktemp("tutorial")), []
     (copy / "tests").mkdir()
     (copy / "tests" / "conftest.py").write_text(CONFTEST)
     for name, words in written.items():
