@@ -1,5 +1,6 @@
 """The data source, partition and network of a config; the same on server and clients."""
 
+import os
 from functools import lru_cache
 from pathlib import Path
 
@@ -199,9 +200,11 @@ def device_for(name: str) -> torch.device:
         raise ValueError(f"device = {name!r}: expected auto, cpu, cuda or cuda:N") from error
     number = int(name.partition(":")[2] or 0)  # not the device's index, of 8 bits: it wraps around
     if device.type == "cuda" and number >= torch.cuda.device_count():
-        raise ValueError(
-            f"device = {name!r}: this machine has {num_of('GPU', torch.cuda.device_count())}"
-        )
+        num_gpus, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+        found = f"this machine has {num_of('GPU', num_gpus)}"
+        if visible is not None:  # set by the user, or by Ray for a worker
+            found = f"this process sees {num_of('GPU', num_gpus)}, CUDA_VISIBLE_DEVICES={visible!r}"
+        raise ValueError(f"device = {name!r}: {found}")
     if device.type not in ("cpu", "cuda"):
         try:
             torch.empty(1, device=device).item()  # meta has no values

@@ -262,9 +262,19 @@ def test_a_worker_names_the_gpu_that_it_was_given(tmp_path, monkeypatch, visible
 
 
 @pytest.mark.usefixtures("gpus")
-def test_a_device_that_a_worker_lacks_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ValueError, match="device = 'cuda:1': this machine has 0 GPUs"):
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [
+        (None, "this machine has 1 GPU"),
+        ("3", "this process sees 1 GPU, CUDA_VISIBLE_DEVICES='3'"),  # as in a worker of Ray's
+    ],
+)
+def test_a_device_that_a_worker_lacks_is_refused(tmp_path, monkeypatch, visible, found):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=f"^device = 'cuda:1': {found}$"):
         report_of(request(tmp_path, device="cuda:1"))
 
 
@@ -272,6 +282,7 @@ def test_a_device_that_a_worker_lacks_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("number", [2, 128, 256])
 def test_a_gpu_whose_number_torch_cannot_hold_is_refused_too(number, monkeypatch):
     """To torch, cuda:256 is cuda:0."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match=f"^device = 'cuda:{number}': this machine has 2 GPUs$"):
         device_for(f"cuda:{number}")

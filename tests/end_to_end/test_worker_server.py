@@ -183,6 +183,7 @@ def gpus(monkeypatch):
     def cap(share, gpu=None):
         done.append((share, current[0] if gpu is None else gpu))
 
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "device", chosen)
