@@ -157,9 +157,12 @@ def worker_warnings(workers: Sequence[WorkerOnNode], server: MachineReport) -> l
     device = server.device.partition(":")[0]
     kinds = {each.report.device.partition(":")[0] for each in workers}
     if kinds - {device}:
+        remedy = "give workers a GPU (client-resources-num-gpus)"
+        if device == "cpu":
+            remedy = "start the run on a machine with a GPU"
         warnings.append(
             f"the server computes on {device}, workers on {' and '.join(sorted(kinds))}: "
-            "set device to cpu, or give workers a GPU (client-resources-num-gpus)"
+            f"set device to cpu, or {remedy}"
         )
     reports = [each.report for each in workers]
     precisions = [f"precision {report.precision}" for report in reports]

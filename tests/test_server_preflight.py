@@ -112,6 +112,13 @@ def test_a_server_and_workers_on_different_devices_are_a_warning():
     workers = [WorkerOnNode("10.0.0.1", GOOD)]
     [line] = worker_warnings(workers, replace(GOOD, device="cuda:0"))
     assert line.startswith("the server computes on cuda, workers on cpu")
+    assert line.endswith("or give workers a GPU (client-resources-num-gpus)")
+    workers = [WorkerOnNode("10.0.0.2", replace(GOOD, device="cuda:0"))]
+    [line] = worker_warnings(workers, GOOD)
+    assert line == (
+        "the server computes on cpu, workers on cuda: set device to cpu, or start the run on a "
+        "machine with a GPU"
+    )
 
 
 @pytest.mark.parametrize(
