@@ -162,17 +162,22 @@ def train_phase(ctx: RoundContext, phase: Phase) -> Descent:
     cuda = [ctx.device] if ctx.device.type == "cuda" else []
     batch: Callable[[Draws], Labelled] = ctx.train_samples.batch(plan)
     gradients: Callable[[Any], Any] = functools.partial(gradients_of, ctx, phase)
-    if is_replayed(ctx, plan):
+    recorded, sizes = (batch, gradients), replayed_sizes(ctx, plan)
+    if sizes:
         what = f"of {ctx.config.rounds.method} with {ctx.model.name}, in {phase.stream},"
-        batch = Replayed(batch, f"a batch {what}")
-        gradients = Replayed(gradients, f"a step {what}", phase.kind)
+        recorded = (
+            Replayed(batch, f"a batch {what}"),
+            Replayed(gradients, f"a step {what}", phase.kind),
+        )
     with torch.random.fork_rng(devices=cuda), products(ctx.precision):
         seed_default(ctx.seed("dropout", phase.stream), ctx.device)
         for number, rate in enumerate(rates):  # nothing here waits for the device
-            step = ctx.train_samples.step(plan, number, batch)
+            is_replayed = len(plan.index[number]) in sizes
+            batch_of, gradients_for = recorded if is_replayed else (batch, gradients)
+            step = ctx.train_samples.step(plan, number, batch_of)
             with forward_in(ctx.precision, ctx.device):
                 inputs = phase.inputs(step)
-            terms, observed, found = gradients(inputs)
+            terms, observed, found = gradients_for(inputs)
             for parameter, gradient in zip(phase.parameters, found, strict=True):
                 parameter.grad = gradient
             optimizer.step(rate)
@@ -205,12 +210,11 @@ def gradients_of(ctx: RoundContext, phase: Phase, inputs: Any) -> tuple[Any, Any
     return {name: term.detach() for name, term in terms.items()}, observed, found
 
 
-def is_replayed(ctx: RoundContext, plan: BatchPlan) -> bool:
-    """Whether the steps of this plan are recorded as CUDA graphs and replayed."""
+def replayed_sizes(ctx: RoundContext, plan: BatchPlan) -> set[int]:
+    """The sizes of batches whose steps are recorded as CUDA graphs and replayed."""
     if not ctx.config.train.cuda_graphs or ctx.device.type != "cuda":
-        return False
-    nums = Counter(map(len, plan.index)).values()  # of steps, for each batch size
-    return max(nums, default=0) >= MIN_CALLS
+        return set()
+    return {size for size, num in Counter(map(len, plan.index)).items() if num >= MIN_CALLS}
 
 
 def total_loss(terms: dict[str, Tensor], ctx: RoundContext) -> Tensor:

@@ -3,6 +3,8 @@
 Kernels themselves are recorded in tests/test_gpu.py.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from client_fixtures import assert_same_bits, make_config, make_round, subject_of, train
@@ -14,6 +16,7 @@ import client_app.graphs
 import client_app.trainer
 from client_app.graphs import NUM_EAGER, Obstacles, Recording, Replayed
 from client_app.process_cache import ProcessCache
+from client_app.trainer import replayed_sizes
 from protocol.config import resolve_config
 
 LONG = {  # phases whose length `local-epochs` does not say
@@ -45,11 +48,15 @@ class OnCpu(Recording):
                     place.copy_(value)
 
 
+def sizes_of(plan):
+    return set(map(len, plan.index))
+
+
 @pytest.fixture
 def recorded(monkeypatch):
     """Every phase is recorded; returns the class that counts the recordings."""
     monkeypatch.setattr(client_app.graphs, "Recording", OnCpu)
-    monkeypatch.setattr(client_app.trainer, "is_replayed", lambda ctx, plan: True)
+    monkeypatch.setattr(client_app.trainer, "replayed_sizes", lambda ctx, plan: sizes_of(plan))
     monkeypatch.setattr(Replayed, "obstacles", {})
     monkeypatch.setattr(Replayed, "passed", set())
     monkeypatch.setattr(OnCpu, "made", 0)
@@ -64,7 +71,7 @@ def test_replayed_steps_are_those_that_are_not(method, recorded):
     assert recorded.made
     assert not Replayed.obstacles
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client_app.trainer, "is_replayed", lambda ctx, plan: False)
+        patch.setattr(client_app.trainer, "replayed_sizes", lambda ctx, plan: set())
         expected = train_two_rounds(subject, **keys)
     for one, other in zip(found, expected, strict=True):
         assert one.terms == other.terms
@@ -89,7 +96,7 @@ def test_replayed_steps_are_those_that_are_not_whatever_the_run(keys, recorded, 
     subject = subject_of("moon")
     found = train_two_rounds(subject, local_epochs=4, **keys)
     assert recorded.made
-    monkeypatch.setattr(client_app.trainer, "is_replayed", lambda ctx, plan: False)
+    monkeypatch.setattr(client_app.trainer, "replayed_sizes", lambda ctx, plan: set())
     for one, other in zip(found, train_two_rounds(subject, local_epochs=4, **keys), strict=True):
         assert_same_bits(one.arrays, other.arrays)
 
@@ -251,6 +258,29 @@ def test_indices_and_copies_on_one_device_are_no_obstacle():
     with Obstacles() as found:
         x.index_select(0, index).index_copy_(0, index, x[index]).double().clone().copy_(x[:2])
     assert not found.first
+
+
+def test_a_size_of_which_a_phase_has_few_batches_is_not_recorded():
+    """Each epoch has three batches of 8 samples and one of 6, which cost a recording as well."""
+    ctx = make_round(make_config(cuda_graphs=True, batch_size=8))
+    plans = {num: ctx.plan("batches", num, "epochs") for num in (1, 3, 8)}
+    on_gpu = replace(ctx, device=torch.device("cuda"))
+    sizes = {num: replayed_sizes(on_gpu, plan) for num, plan in plans.items()}
+    assert sizes == {1: set(), 3: {8}, 8: {8, 6}}
+
+
+def test_only_steps_of_the_sizes_to_be_replayed_are(recorded, monkeypatch):
+    config = make_config(cuda_graphs=True, batch_size=8, local_epochs=3)
+    forms = set()
+
+    def noted(self, inputs):
+        forms.add(len(pytree.tree_leaves(inputs)[0]))
+        return self.function(inputs)
+
+    monkeypatch.setattr(Replayed, "__call__", noted)
+    monkeypatch.setattr(client_app.trainer, "replayed_sizes", lambda ctx, plan: {8})
+    train(config)
+    assert forms == {8}
 
 
 def test_nothing_is_recorded_on_a_cpu_or_for_few_steps(monkeypatch):
