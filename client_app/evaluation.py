@@ -45,7 +45,6 @@ def predictions(
     model.eval()
     try:
         with products(of_evaluation(precision)):
-            for x, y in samples.in_order():
-                yield model(x), y
+            yield from samples.outputs(model)
     finally:
         model.train(was_training)

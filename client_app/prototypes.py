@@ -1,5 +1,7 @@
 """Class means of features, which FedProc and FedPAC exchange."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -15,8 +17,8 @@ def feature_sums(model: StagedModel, samples: Samples) -> tuple[Tensor, Tensor, 
     like = model.classifier.weight
     sums = like.new_zeros(model.num_classes, model.feature_width)
     counts, squares = like.new_zeros(model.num_classes), like.new_zeros(())
-    for x, y in samples.in_order():
-        _, (features,) = model.run(x, ["features"], to_logits=False)
+    read = functools.partial(model.run, layers=["features"], to_logits=False)
+    for (_, (features,)), y in samples.outputs(read):
         sums.index_add_(0, y, features)
         counts.index_add_(0, y, torch.ones_like(y, dtype=counts.dtype))
         squares += features.square().sum()

@@ -8,11 +8,13 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from client_app.gpu_errors import is_out_of_memory
 from data.augment import draw_degrees, draw_flips, draw_offsets, rotate, shift
 from protocol.config import DataConfig, TrainConfig
 
@@ -20,6 +22,7 @@ evaluation_batch = 500
 
 Draws = tuple[Tensor, Tensor | None, Tensor | None]  # of a step: forms, shifts, degrees
 Labelled = tuple[Tensor, Tensor]  # x and y of a step
+Output = TypeVar("Output")
 
 
 @dataclass(frozen=True)
@@ -219,6 +222,25 @@ class Samples:
         for start in range(0, len(self), batch_size):
             images = self.images[start : start + batch_size]
             yield self.pixels.normalise(images), self.labels[start : start + batch_size]
+
+    def outputs(self, compute: Callable[[Tensor], Output]) -> Iterator[tuple[Output, Tensor]]:
+        """(compute(x), y) for each (x, y) of `in_order`.
+
+        Batches become smaller where they do not fit into the GPU's memory, which `batch-size`, the
+        size in training, would not change.
+        """
+        start, size = 0, evaluation_batch
+        while start < len(self):
+            size = min(size, len(self) - start)
+            try:
+                made = compute(self.pixels.normalise(self.images[start : start + size]))
+            except RuntimeError as error:
+                if size == 1 or not is_out_of_memory(error):
+                    raise
+                size //= 2
+                continue
+            yield made, self.labels[start : start + size]
+            start += size
 
 
 def num_variants(augmentation: DataConfig) -> int:

@@ -213,6 +213,34 @@ def test_in_order_is_every_sample_as_it_is(batch_size):
     assert torch.cat([y for _, y in batches]).tolist() == [n % 7 for n in range(23)]
 
 
+@pytest.mark.parametrize(("fits", "sizes"), [(23, [23]), (8, [5, 5, 5, 5, 3]), (1, [1] * 23)])
+def test_outputs_are_computed_in_batches_that_fit_into_the_memory(fits, sizes):
+    """`batch-size`, which the error advised to lower, is not the size of these batches."""
+    samples, _ = colour_samples()
+
+    def compute(x):
+        if len(x) > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return x
+
+    found = list(samples.outputs(compute))
+    assert [len(y) for _, y in found] == [len(x) for x, _ in found] == sizes
+    ((x, y),) = samples.in_order()
+    assert torch.equal(torch.cat([x for x, _ in found]), x)
+    assert torch.equal(torch.cat([y for _, y in found]), y)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("of another kind")]
+)
+def test_outputs_that_cannot_be_computed_are_an_error(error):
+    def compute(x):
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        next(colour_samples()[0].outputs(compute))
+
+
 @pytest.mark.parametrize("is_read_only", [True, False])
 def test_a_memory_map_is_copied_and_a_client_s_own_array_is_not(is_read_only, tmp_path):
     arrays = {"images": np.zeros((3, 1, 28, 28), dtype=np.uint8), "labels": np.arange(3)}
