@@ -94,8 +94,12 @@ def _read_digits(_data_dir: Path) -> RawSource:
 def _read_mnist_like(
     name: str, dataset: str, class_names: tuple[str, ...], data_dir: Path
 ) -> RawSource:
-    """Four idx files, gzipped or not, from Debian's package or data_dir/name; else a download."""
-    for folder in (DEBIAN_DATASETS / name, data_dir / name):
+    """Four idx files, gzipped or not, of Debian's package, in data_dir or from a download."""
+    folders = [DEBIAN_DATASETS / name, data_dir / name]
+    raw = data_dir / dataset / "raw"  # torchvision's copy, which it does not check
+    if len([*raw.glob("*-ubyte")]) == 4:
+        folders.append(raw)
+    for folder in folders:
         if folder.is_dir():
             train, test = _read_idx_split(folder, "train"), _read_idx_split(folder, "t10k")
             return RawSource(class_names, train, test)

@@ -80,6 +80,25 @@ def test_mnist_from_what_torchvision_keeps(load, tmp_path):
     assert mnist.class_names == tuple("0123456789")
 
 
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "not an idx file of uint8 with 1 axes, or truncated"),
+        (b"<html>not found</html>", "not an idx file of uint8 with 1 axes, or truncated"),
+        (np.zeros(7, np.uint8), "20 images and 7 labels"),
+        (np.full(20, 12, np.uint8), "labels from 0 to 9"),
+    ],
+)
+def test_a_damaged_file_of_torchvision_is_named(load, tmp_path, content, problem):
+    folder = tmp_path / "data" / "MNIST" / "raw"
+    write_idx(folder, suffix="")
+    damaged = content if isinstance(content, bytes) else idx_bytes(content)
+    (folder / "train-labels-idx1-ubyte").write_bytes(damaged)
+    message = rejected(load, "mnist")
+    assert message.startswith(str(folder))
+    assert problem in message
+
+
 class Downloadable:
     """A stand-in for a torchvision data set: there once it was downloaded to `root`."""
 
