@@ -37,6 +37,7 @@ from client_app.machine import machine, report_of
 from client_app.method import Method, Update
 from client_app.methods import method_of
 from client_app.node_config import (
+    checked_run_path,
     client_name,
     is_deployed,
     own_architecture,
@@ -48,7 +49,13 @@ from client_app.precision import products
 from client_app.process_cache import ProcessCaches, available_threads
 from client_app.round import RoundContext, on_device
 from client_app.setup import device_for, forget_sources, most_train_samples, representation_width
-from client_app.site_privacy import PrivacyRefused, charge_release, check_limits, names_limit
+from client_app.site_privacy import (
+    PrivacyRefused,
+    charge_release,
+    check_limits,
+    is_site,
+    names_limit,
+)
 from client_app.stacked import clients_that_fit, key_of_stack, train_stacked
 from client_app.state import ResetNeeded
 from client_app.worker_client import run_and_round
@@ -444,6 +451,8 @@ def prepare(
     Returns a function that begins the round, which needs `turn`, and `StateFolder.old_round`.
     """
     check_limits(request.config, context.node_config)
+    if is_site(context.node_config):  # its ledger has the run's name
+        checked_run_path(request, context.node_config)
     last_accepted_round = last_accepted_round_of(message)
     is_stateful, state, old_round = method_of(request.config).is_stateful, {}, 0
     if is_stateful:

@@ -152,6 +152,18 @@ def run_path(sent: str) -> tuple[Path, str, bool]:
     return path, "" if is_odd else path.name, path.is_absolute()
 
 
+def checked_run_path(request: RoundRequest, node_config: NodeConfig) -> tuple[Path, str, bool]:
+    """`run_path` of the request. ValueError for a name that a run cannot have, or an odd path."""
+    sent = request.run_dir
+    path, run, is_path = run_path(sent)
+    if not run or (is_deployed(node_config) if is_path else sent != run):
+        raise ValueError(
+            f"run-dir = {sent[:200]!r}: expected the name of a run (letters, digits, '.', '_', "
+            "'-') or, in a simulation, the path of its directory: this client writes nowhere else"
+        )
+    return path, run, is_path
+
+
 def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
     """Where this client's state of this run is stored.
 
@@ -161,13 +173,7 @@ def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
     resident worker for a `state-dir` outside of $KEEL_HOME/clients. In deployment also for a folder
     named like a file of client state: it would count as that file in another run's folder.
     """
-    client, sent = client_name(node_config), request.run_dir
-    path, run, is_path = run_path(sent)
-    if not run or (is_deployed(node_config) if is_path else sent != run):
-        raise ValueError(
-            f"run-dir = {sent[:200]!r}: expected the name of a run (letters, digits, '.', '_', "
-            "'-') or, in a simulation, the path of its directory: this client writes nowhere else"
-        )
+    client, (path, run, is_path) = client_name(node_config), checked_run_path(request, node_config)
     max_ahead = max_rounds_ahead(request.config.rounds.checkpoint_interval)
     base = Path(os.path.expanduser(str(node_config.get("state-dir", ""))))
     names = (*base.parts, run, client) if is_deployed(node_config) else ()
@@ -188,6 +194,8 @@ def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
         return StateFolder(folder, max_ahead, run_id=request.run_id)
     if is_path and path.is_dir():
         if not (path / "config.json").is_file():
-            raise ValueError(f"run-dir = {sent[:200]!r}: is not a run directory (no config.json)")
+            raise ValueError(
+                f"run-dir = {request.run_dir[:200]!r}: is not a run directory (no config.json)"
+            )
         return StateFolder(path / "clients" / client, max_ahead, memories.get(path), path)
     return StateFolder(clients_folder() / run / client, max_ahead, run_id=request.run_id)

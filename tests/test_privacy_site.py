@@ -529,6 +529,19 @@ def test_a_site_plays_no_simulated_clients(source, monkeypatch, task_identity):
         monkeypatch.setenv("KEEL_WORKER", "/run/keel/worker.sock")
 
 
+@pytest.mark.parametrize("run", ["", "..", "a/b", "/a", "a\nb", "a" * 200])
+def test_a_run_of_no_allowed_name_is_not_in_the_ledger(run, source, task_identity, caplog):
+    """A server could fill a site's disk with one name, also under a method without state."""
+    config = private()
+    request = request_record(TrainRequest(config, facts(config), 1, [0], False, run))
+    content = message_content(request, array_record(initial(config)), ArrayRecord(), 0)
+    node = {"name": "site-a", "source": source}
+    reply = answer(Message(content, 1, "train"), Context(1, 1, node, RecordDict(), {}))
+    assert "failed; privacy.metrics" in reply.reason
+    assert "expected the name of a run" in caplog.text
+    assert not Ledger({"source": source}).path.exists()
+
+
 @pytest.mark.parametrize("limit", [{"privacy-max-clip-norm": 0.5}, {"privacy-max-clip": 0.5}])
 def test_a_partition_with_limits_plays_no_simulated_clients(limit, source, task_identity):
     """They would have neither its limits nor its ledger; the second limit is misspelt."""
