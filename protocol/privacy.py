@@ -71,8 +71,13 @@ def composed_budget(privacy: PrivacyConfig, releases: int) -> tuple[float, float
     )
 
 
-def privacy_statement(privacy: PrivacyConfig, num_entries: int, releases: int) -> dict[str, Any]:
-    """What a run spent and what the guarantee covers, for summary.json."""
+def privacy_statement(
+    privacy: PrivacyConfig, num_entries: int, releases: int, reads_state: bool = False
+) -> dict[str, Any]:
+    """What a run spent and what the guarantee covers, for summary.json.
+
+    reads_state: the run's diagnostics measure models in client state.
+    """
     epsilon, at_small_delta = composed_budget(privacy, releases)
     small_delta = min(privacy.delta, SMALL_DELTA)
     # delta with exact noise becomes delta + (1 + e^epsilon) distance with the sampler's noise
@@ -99,7 +104,10 @@ def privacy_statement(privacy: PrivacyConfig, num_entries: int, releases: int) -
             "whether all samples can be read, network, versions, device, whether its state was "
             "restored from an old backup and from which round, when it answers",
             "withheld": measured if privacy.withholds_metrics else [],
-            "exempt": [] if privacy.withholds_metrics else measured,
+            "exempt": [
+                *([] if privacy.withholds_metrics else measured),
+                *(["diagnostics"] if reads_state else []),
+            ],
         },
         "noise": {
             "kind": "discrete Gaussian",

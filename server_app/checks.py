@@ -84,6 +84,11 @@ def config_warnings(config: RunConfig, overrides: Mapping[str, OptionValue]) -> 
             "privacy.metrics = 'exact': losses, accuracies, label counts and times leave the "
             "clients without noise, outside the guarantee of privacy.epsilon"
         )
+    if config.privacy.epsilon and rounds.diagnostics and method.is_stateful:
+        lines.append(
+            "diagnostics are measured on the clients' own models, without noise, outside the "
+            "guarantee of privacy.epsilon"
+        )
     if not config.privacy.withholds_metrics and method.is_personal and not on_clients:
         lines.append("evaluate-clients = 'none': the clients' personal models are never evaluated")
     elif not on_clients and not rounds.evaluate_global:

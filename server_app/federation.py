@@ -500,4 +500,5 @@ def privacy_spent(run: Run) -> dict[str, Any] | None:
         return None
     num_entries = sum(array.numel() for array in run.start.arrays.values())
     releases = max(run.directory.release_counts().values(), default=0)
-    return privacy_statement(privacy, num_entries, releases)
+    reads_state = bool(run.monitor) and run.method.is_stateful
+    return privacy_statement(privacy, num_entries, releases, reads_state)

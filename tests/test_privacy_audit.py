@@ -286,6 +286,22 @@ def test_a_run_with_exact_metrics_says_so(tmp_path, caplog, no_pictures):
     assert any("outside the guarantee of privacy.epsilon" in m for m in caplog.messages)
 
 
+@pytest.mark.parametrize(("method", "exempt"), [("fedreco", ["diagnostics"]), ("fedavg", [])])
+def test_diagnostics_of_clients_own_models_are_outside_the_guarantee(
+    method, exempt, tmp_path, caplog, no_pictures
+):
+    """FedReCo's clients send no model: those in their state are measured. FedAvg's are noised."""
+    config = {
+        **make_config(method=method, privacy__epsilon=0.5).flat,
+        "num-rounds": 1, "diagnostics": "cka-clients", "output-dir": str(tmp_path),
+    }  # fmt: skip
+    directory = run_inline(config, 2)
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["privacy"]["guarantee"]["exempt"] == exempt
+    said = "diagnostics are measured on the clients' own models, without noise"
+    assert any(said in message for message in caplog.messages) == bool(exempt)
+
+
 def test_a_personal_run_that_withholds_says_that_there_is_nothing_to_report(
     tmp_path, caplog, no_pictures
 ):
