@@ -336,7 +336,7 @@ class RoundsConfig:
         "keep the checkpoints and client state of a finished run, to continue it with more rounds; "
         "false: only what its personal models consist of",
     )
-    tracker_clients: bool = option(true_or_false(), "trackers get each client's accuracies too")
+    tracker_clients: bool = option(true_or_false(), "trackers plot each client's accuracies too")
     tensorboard: bool = option(true_or_false(), "the same as tracker = tensorboard, beside others")
     output_dir: str = option(any_text(), 'parent of run directories; "": $KEEL_HOME/runs')
     run_name: str = option(
