@@ -20,7 +20,10 @@ def split_address(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
         raise ValueError(f"address {address!r}: expected HOST:PORT")
-    return host.strip("[]"), int(port)
+    name = host.strip("[]")
+    if ":" in name and host != f"[{name}]":  # gRPC and HTTP refuse it
+        raise ValueError(f"address {address!r}: expected an IPv6 address in brackets: [{name}]:...")
+    return name, int(port)
 
 
 def handshake(address: str, ca: Path) -> dict[str, object]:

@@ -27,7 +27,7 @@ from keel.deployment.credentials import (
     renew,
     write_new,
 )
-from keel.deployment.reach import handshake
+from keel.deployment.reach import handshake, split_address
 from keel.deployment.register import register
 from keel.deployment.superlink import app_folder, free_ports
 from keel.deployment.supernode import report_superlink
@@ -346,6 +346,14 @@ def test_registering_where_nothing_listens_names_the_address(tmp_path):
     address = f"localhost:{free_ports(1)[0]}"
     with pytest.raises(RuntimeError, match=rf"--superlink {address}: no SuperLink .* refused"):
         register(tmp_path / "server", address, 0.0)
+
+
+def test_an_ipv6_address_without_brackets_is_refused():
+    """The check of the port took it; gRPC and HTTP, which need the brackets, did not."""
+    assert split_address("[::1]:9092") == ("::1", 9092)
+    for address in ("::1:9092", "[::1:9092", "::1]:9092"):
+        with pytest.raises(ValueError, match=r"IPv6 address in brackets: \["):
+            split_address(address)
 
 
 @pytest.mark.parametrize("name", ["ca/ca.key", "ca/ca.pem", "server/server.pem"])
