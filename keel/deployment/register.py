@@ -9,6 +9,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 
 from keel.deployment.reach import wait_for_server
 from protocol.files import write_atomically
+from protocol.flower_compat import is_http_error
 from protocol.flower_compat.registration import register_keys
 
 
@@ -42,7 +43,15 @@ def register(credentials: Path, address: str, wait_s: float) -> list[str]:
                 f"{credentials / 'clients' / name}.pub is damaged or not a public key: {error}: "
                 "copy the client's client.pub again"
             ) from error
-    nodes = register_keys(address, ca.read_bytes(), keys)
+    try:
+        nodes = register_keys(address, ca.read_bytes(), keys)
+    except Exception as error:
+        if not is_http_error(error):
+            raise
+        raise RuntimeError(
+            f"--superlink {address}: {error} Expected the SuperLink's port for users (8000 unless "
+            "changed), not the one for clients"
+        ) from error
     clients = {
         name: {"node": str(node), "key": b" ".join(keys[name].split()[:2]).decode()}
         for name, (node, _) in nodes.items()

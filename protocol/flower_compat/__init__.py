@@ -290,9 +290,13 @@ def ends_run(error: Exception) -> bool:
 
     Flower's grid lets errors of its HTTP library through, and one of its own for a run that ended.
     """
-    library = type(error).__module__.partition(".")[0]
     is_gone = isinstance(error, SuperLinkError) or type(error).__name__ == "RunNotRunningException"
-    return library == "httpx" or is_gone
+    return is_http_error(error) or is_gone
+
+
+def is_http_error(error: Exception) -> bool:
+    """Whether an error is one of Flower's HTTP library."""
+    return type(error).__module__.partition(".")[0] == "httpx"
 
 
 def begin_task(run_id: int) -> None:

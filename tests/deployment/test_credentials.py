@@ -348,6 +348,15 @@ def test_registering_where_nothing_listens_names_the_address(tmp_path):
         register(tmp_path / "server", address, 0.0)
 
 
+def test_registering_at_the_port_for_clients_names_it(tmp_path):
+    """It ended with a traceback: that port has the same certificate, and does not speak HTTP."""
+    make_credentials(tmp_path, ["localhost"], ["x"])
+    port, thread = tls_server(tmp_path / "server", 2)
+    with pytest.raises(RuntimeError, match=rf"--superlink 127\.0\.0\.1:{port}: .*port for users"):
+        register(tmp_path / "server", f"127.0.0.1:{port}", 0.0)
+    thread.join(30)
+
+
 def test_an_ipv6_address_without_brackets_is_refused():
     """The check of the port took it; gRPC and HTTP, which need the brackets, did not."""
     assert split_address("[::1]:9092") == ("::1", 9092)
