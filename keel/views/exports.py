@@ -1,7 +1,16 @@
 """Tables for spreadsheets and papers: text that is safe in a CSV file, and LaTeX with booktabs."""
 
+import unicodedata
 from collections.abc import Iterable, Sequence
 
+
+def word_of(letter: str) -> str:
+    """LaTeX's word for a Greek letter: alpha, Delta."""
+    _, case, *_, word = unicodedata.name(letter).replace("LAMDA", "LAMBDA").split()
+    return word.capitalize() if case == "CAPITAL" else word.lower()
+
+
+GREEK = "αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ"  # pdflatex stops with an error at these
 LATEX = {
     **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
     **{c: f"\\{c}" for c in "&%$#_{}"},
@@ -9,6 +18,8 @@ LATEX = {
     # printed as other characters in LaTeX's default encoding
     **{"<": "$<$", ">": "$>$", "|": "$|$"},
     **{"±": r"$\pm$", "–": "--", "‹": r"$<$", "›": r"$>$"},
+    **{"≤": r"$\leq$", "≥": r"$\geq$", "∞": r"$\infty$", "→": r"$\to$"},
+    **{letter: f"$\\{word_of(letter)}$" for letter in GREEK},
 }
 Groups = Sequence[tuple[str, int]]  # name and number of columns
 
