@@ -1,7 +1,7 @@
 """The figures of a report: accuracy curves, measures of representations, label distributions."""
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,9 +26,10 @@ Chart = tuple[str, Figure]  # likewise, a Plotly figure
 def run_charts(recipe: Recipe, results: Results) -> Iterator[Chart]:
     """For each column: the curves of its rows, and measures of representations of its runs.
 
-    Columns that differ only in how they read the same runs share their charts.
+    Columns that read the same curves of the same runs share their charts.
     """
-    for columns in columns_by_runs(recipe, results):
+    measured: set[frozenset[Path]] = set()  # the runs whose measures were drawn
+    for columns in columns_by_runs(recipe, results, curve_read):
         found = [
             results[c.row.name, c.column.name]
             for c in recipe.cells
@@ -51,19 +52,30 @@ def run_charts(recipe: Recipe, results: Results) -> Iterator[Chart]:
         ]
         figure = curves(lines, "round", "accuracy (%)", max_points=MAX_POINTS)
         yield f"{title}: accuracy over rounds{average}", figure
+        runs = frozenset(path for each in counted.values() for _, path in each)
+        if runs in measured:
+            continue
+        measured.add(runs)
         for measure, figure in measure_figures(counted, places):
             yield f"{title}: {measure}, mean over clients and of the global model", figure
 
 
-def columns_by_runs(recipe: Recipe, results: Results) -> list[list[Entry]]:
-    """The columns that have finished runs, those of the same runs together."""
-    groups: dict[tuple[str, ...], list[Entry]] = {}
+def columns_by_runs(
+    recipe: Recipe, results: Results, key: Callable[[Cell], object] = lambda cell: None
+) -> list[list[Entry]]:
+    """The columns that have finished runs, those of the same runs and keys of cells together."""
+    groups: dict[tuple[object, ...], list[Entry]] = {}
     for column in recipe.columns:
         found = [r for (_, name), r in results.items() if name == column.name]
-        names = tuple(run.name for result in found for run, _ in result.finished)
+        names = tuple((run.name, key(r.cell)) for r in found for run, _ in r.finished)
         if names:
             groups.setdefault(names, []).append(column)
     return list(groups.values())
+
+
+def curve_read(cell: Cell) -> tuple[str, float]:
+    """What `curve_of` depends on: the history's curve, and the decay of a moving average."""
+    return cell.of, cell.take.number if cell.take.how == "ema" else 0.0
 
 
 def report_curve(result: Result, same_runs: Sequence[Result | None], place: int) -> Curve:

@@ -1449,6 +1449,26 @@ def test_measures_of_features_are_compared_over_rows_on_one_axis(tmp_path):
     assert [trace["name"] for trace in figure["data"]] == ["FedProx"]  # not of different code
 
 
+def test_columns_that_read_other_curves_of_the_same_runs_have_charts_of_their_own(tmp_path):
+    """The report had no curve of the clients' test parts, whose accuracies were in its table."""
+    columns = "columns: {test: {}, parts: {of: local_global.mean}, average: {take: ema 0.5}}\n"
+    recipe, runs = all_run(tmp_path, two_rows + columns, options())
+    for run in runs:
+        path = run.finished() / "history.jsonl"
+        *earlier, line = lines_of(path)
+        more = {"local_global": {"mean": 0.25, "worst_decile": 0.0}}
+        more |= {"diagnostics": {"vci": {"mean": 0.5, "global": None, "clients": {}}}}
+        write_lines(path, [*earlier, line | more])
+    charts = dict(run_charts(recipe, results_of(recipe, options(), tmp_path)))
+    ys = {title: [trace["y"] for trace in figure["data"]] for title, figure in charts.items()}
+    assert ys == {
+        "test: accuracy over rounds": [[50.0], [60.0]],
+        "test: vci, mean over clients and of the global model": [[0.5], [0.5]],
+        "parts: accuracy over rounds": [[25.0], [25.0]],
+        "average: accuracy over rounds, moving average 0.5": [[50.0], [60.0]],
+    }
+
+
 def test_a_report_says_which_of_the_tuned_values_were_tried(tmp_path):
     for text, grid in ((tuned, ", the paper's best of the tuned values"), (two_rows, "")):
         output = tmp_path / str(len(grid))
