@@ -39,6 +39,7 @@ def run_charts(recipe: Recipe, results: Results) -> Iterator[Chart]:
         counted = {result.cell.row.name: result.counted_runs for result in found}
         parts = [set(column.parts) for column in columns]
         title = ", ".join(p for p in columns[0].parts if all(p in other for other in parts))
+        title = title or " and ".join(column.name for column in columns)
         decays = {c.take.number for c in (r.cell for r in found) if c.take.how == "ema"}
         average = "".join(f", moving average {decay:g}" for decay in sorted(decays))
         places = {row.name: place for place, row in enumerate(recipe.rows)}  # of their colours

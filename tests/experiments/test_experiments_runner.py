@@ -1469,6 +1469,14 @@ def test_columns_that_read_other_curves_of_the_same_runs_have_charts_of_their_ow
     }
 
 
+def test_a_chart_of_columns_that_share_no_name_has_the_names_of_all(tmp_path):
+    """Its heading was ": accuracy over rounds"."""
+    text = two_rows + "columns: {final: {}, best: {take: best}}\n"
+    recipe, _ = all_run(tmp_path, text, options())
+    ((title, _),) = run_charts(recipe, results_of(recipe, options(), tmp_path))
+    assert title == "final and best: accuracy over rounds"
+
+
 def test_a_report_says_which_of_the_tuned_values_were_tried(tmp_path):
     for text, grid in ((tuned, ", the paper's best of the tuned values"), (two_rows, "")):
         output = tmp_path / str(len(grid))
