@@ -339,7 +339,7 @@ def compare(
         writer = csv.DictWriter(file, [*rows[0], *keys])
         writer.writeheader()
         for run, row in zip(found, rows, strict=True):
-            cells = row | {key: run.config.get(key) for key in keys}
+            cells = row | {k: run.config.get(k) for k in keys if uses(run.config, k)}
             writer.writerow({k: v if v is None else harmless(str(v)) for k, v in cells.items()})
         write_output(csv_file.expanduser(), file.getvalue().encode(errors="replace"))
         print(f"table: {csv_file}")

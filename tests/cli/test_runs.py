@@ -671,6 +671,18 @@ def test_a_name_in_the_table_of_compare_is_no_formula(two, tmp_path):
         assert [row["run"] for row in csv.DictReader(file)] == ["'=HYPERLINK(1)", "other"]
 
 
+def test_table_and_plot_of_compare_have_no_options_of_other_methods(tmp_path):
+    for name, method, mu in (("a", "fedavg", 0.01), ("b", "fedprox", 0.1), ("c", "fedprox", 1.0)):
+        make_run(tmp_path / name, {"method": method, "fedprox.mu": mu}, 1)
+    table, names = tmp_path / "t.csv", [str(tmp_path / name) for name in "abc"]
+    assert main(["compare", *names, "--csv", str(table)]) == 0
+    with table.open() as file:
+        assert [row["fedprox.mu"] for row in csv.DictReader(file)] == ["", "0.1", "1.0"]
+    labels = labels_of([find_run(name) for name in names], ["method", "fedprox.mu"])
+    fedprox = [f"method fedprox, fedprox.mu {mu}" for mu in (0.1, 1.0)]
+    assert labels == ["method fedavg", *fedprox]
+
+
 def test_a_comparison_does_not_overwrite_the_plot_of_another(two, home, printed):
     plots = []
     for names in (["one", "other"], ["one"], ["other", "one"], ["one", "other"]):
