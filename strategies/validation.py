@@ -294,8 +294,11 @@ def implausible(reply: TrainReply, expected: ExpectedReply, half: Half) -> str:
         return reason
     beside = half.beside_model(reply) if expected.extra else {}
     largest = max(expected.limits.values(), default=MAX_VALUE_RATIO)
-    limits = dict.fromkeys(reply.arrays | beside, largest) | dict(expected.limits)
-    return out_of_range(reply.arrays | beside, limits) or far_counter(reply.arrays, expected.sent)
+    for arrays in (reply.arrays, beside):  # which may have names in common
+        limits = dict.fromkeys(arrays, largest) | dict(expected.limits)
+        if reason := out_of_range(arrays, limits):
+            return reason
+    return far_counter(reply.arrays, expected.sent)
 
 
 def far_counter(arrays: Arrays, sent: Arrays) -> str:

@@ -559,6 +559,25 @@ def test_statistics_far_off_are_beyond_the_norm_bound():
     assert "norm" in strategy.report.left_out["client-2"]
 
 
+def test_an_array_beside_the_model_hides_none_of_its_name():
+    """The model's was not compared with its bound, so one client could set it."""
+
+    class Named(Average):
+        def expected_extra(self):
+            return {"0.bias": torch.zeros(2)}
+
+    current = network().state_dict()
+    strategy = average_of(half=Named)
+    messages = []
+    for message, reply in all_answers(strategy, current):
+        far = {"0.bias": torch.full((2,), 1e20)} if reply.client == "client-2" else {}
+        extra = {"0.bias": torch.zeros(2)}
+        messages.append(answer(message, replace(reply, arrays=reply.arrays | far, extra=extra)))
+    strategy.aggregate_train(1, messages)
+    assert list(strategy.report.left_out) == ["client-2"]
+    assert "array '0.bias' holds 1e+20: the bound" in strategy.report.left_out["client-2"]
+
+
 @pytest.mark.parametrize("norm_bound", ["off", "median"])
 def test_one_client_cannot_raise_a_counter_until_all_others_are_beyond_its_bound(norm_bound):
     """It sends the most that was allowed, 2^40; the average nears that, and the others count on."""
