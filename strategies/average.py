@@ -39,6 +39,7 @@ from strategies.sampling import FIRST_NODE, ClientNames, name_of, sample_cohort,
 from strategies.server_optimizers import server_optimizer
 from strategies.validation import (
     MAX_REASONS,
+    MAX_VALUE_RATIO,
     RECORD_BYTES,
     ExpectedReply,
     NormReference,
@@ -394,7 +395,8 @@ class Average(Strategy):
         arrays = {name: sent.get(name, a) for name, a in self.expected(self.current).items()}
         limits = largest_values(arrays, self.config.privacy)
         if type(self).extra_shares is not Average.extra_shares:
-            largest = max(limit for name, limit in limits.items() if name in self.trainable)
+            trained = (limit for name, limit in limits.items() if name in self.trainable)
+            largest = max(trained, default=MAX_VALUE_RATIO)
             limits |= dict.fromkeys(returned(self.expected_extra), largest)
         return limits
 

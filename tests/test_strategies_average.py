@@ -972,6 +972,8 @@ def test_arrays_beside_the_model_that_are_summed_are_bounded_by_the_largest_trai
     statistics = {"1.running_mean": torch.tensor([80.0, 0.0])}
     ask(strategy, network().state_dict() | statistics)
     assert strategy.limits["beside"] == 1e4
+    ask(strategy, {})  # a method that sends nothing else
+    assert strategy.limits == {"beside": 1e4}
 
 
 NEEDS_ALL = {  # updates that are compared with each other, or kept
