@@ -365,7 +365,8 @@ class Stack:
                 f"depends on it in begin_round, or set stacked-runs to 1 ({in_one_line(error)})"
             ) from error
         terms, observed = made if phase.observe else (made, None)  # [g, ...] each
-        total_loss(terms, ctx).sum().backward()  # type: ignore[no-untyped-call]
+        if self.names:  # a phase may train nothing and only observe
+            total_loss(terms, ctx).sum().backward()  # type: ignore[no-untyped-call]
         add_to_gradients(trained, [offset[rows] for offset in self.gradient_offsets])
         if self.train.clip_norm:
             clip_each(trained, self.train.clip_norm)

@@ -202,7 +202,8 @@ def gradients_of(ctx: RoundContext, phase: Phase, inputs: Any) -> tuple[Any, Any
     with forward_in(ctx.precision, ctx.device):
         made = phase.terms(inputs)
     terms, observed = made if phase.observe else (made, None)
-    total_loss(terms, ctx).backward()  # type: ignore[no-untyped-call]
+    if phase.parameters:  # a phase may train nothing and only observe
+        total_loss(terms, ctx).backward()  # type: ignore[no-untyped-call]
     add_to_gradients(phase.parameters, phase.gradient_offsets)
     if ctx.config.train.clip_norm:
         torch.nn.utils.clip_grad_norm_(phase.parameters, ctx.config.train.clip_norm)

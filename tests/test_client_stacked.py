@@ -22,6 +22,7 @@ from client_app.method import Method, Update
 from client_app.methods import method_of
 from client_app.methods.fedprox import FedProx
 from client_app.methods.fedrep import FedRep
+from client_app.objective import objective_phase
 from client_app.process_cache import ProcessCache
 from client_app.round import on_device
 from client_app.setup import client_indices
@@ -312,6 +313,28 @@ def test_a_loss_that_captures_what_differs_between_clients_is_refused():
     alone = [same.train(ctx) for ctx in rounds_of(subject, config, ProcessCache())]
     together = together_of(same, rounds_of(subject, config, ProcessCache()))
     assert_same_updates(alone, together, rtol=1e-4)
+
+
+class LooksFirst(METHODS["fedavg"]):
+    """Measures the loss over the client's samples before it trains."""
+
+    def phases(self, ctx):
+        ctx.model.load_state_dict(ctx.received)
+        phase = objective_phase(self, ctx)
+        before = yield dataclasses.replace(phase, parameters=[], stream="before")
+        descent = yield phase
+        terms = {"before": before.terms["supervised"], **descent.terms}
+        return Update(copy_of(ctx.model), descent.num_steps, terms)
+
+
+def test_a_phase_that_trains_nothing_can_be_stacked(in_float64):
+    """Its loss then had no gradient, and all of its clients failed."""
+    subject, method = subject_of("fedavg"), LooksFirst()
+    config = subject.config(local_epochs=1)
+    alone, together = (rounds_of(subject, config, ProcessCache()) for _ in range(2))
+    updates = [method.train(ctx) for ctx in alone]
+    assert_same_updates(updates, together_of(method, together))
+    assert all(update.terms["before"] > 0 for update in updates)
 
 
 def test_terms_of_another_kind_may_capture_other_values():
