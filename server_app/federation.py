@@ -20,7 +20,7 @@ from client_app.samples import Samples
 from client_app.setup import dataset_spec_of, device_for, model_for, open_source, pixels_of, placed
 from client_app.stacked import check_stackable
 from client_app.state import StateMemory, max_rounds_ahead, memories
-from protocol.code import line_in_method
+from protocol.code import line_in_method, place_of
 from protocol.config import RunConfig, resolve_config, with_current_names
 from protocol.files import private_files
 from protocol.flower_compat import has_own_clients, is_in_process_grid, watch_superlink
@@ -208,6 +208,12 @@ def prepare(
     if resumed and data_of_run:
         check_same_data(resumed.path, config, data_of_run, split)
     start = Checkpoint(0, returned(strategy.initial_arrays, model), {})
+    unknown = start.arrays.keys() - initial_weights.keys()
+    if method.has_global_model and unknown:
+        raise ValueError(
+            f"{place_of(strategy.initial_arrays)} returned {min(unknown)!r}, which {model.name} "
+            "lacks: return arrays of the network, and others from `extra`"
+        )
     if resumed and resumed.has_checkpoint(config.rounds.checkpoint_interval):
         start = resumed.newest_checkpoint(start.arrays, config.model.model)
         strategy.load(start.state)

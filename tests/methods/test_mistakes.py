@@ -83,6 +83,18 @@ def test_what_else_a_server_half_returns_is_checked(name, value, found, run, mon
         run(QUICK)
 
 
+def test_an_array_that_the_global_model_lacks_is_refused_before_round_1(run, monkeypatch):
+    """The server trained a round, and could not load the model into its network."""
+    arrays = Average.initial_arrays
+
+    def mistaken(self, model):
+        return arrays(self, model) | {"h": torch.zeros(3)}
+
+    monkeypatch.setattr(Average, "initial_arrays", mistaken)
+    with pytest.raises(ValueError, match=r"mistaken \(.*:\d+\) returned 'h', which cnn-fed"):
+        run(QUICK)
+
+
 def test_the_state_of_a_server_optimizer_is_checked(run, monkeypatch):
     """It ended in a traceback: 'int' object has no attribute 'is_floating_point'."""
 
