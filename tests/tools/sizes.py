@@ -6,8 +6,6 @@ python -m tests.tools.sizes
 import json
 from collections.abc import Sequence
 
-import torch
-
 from client_app.methods import method_of
 from keel.cli.sizes import SIZES_FILE, Sizes
 from models import build_model
@@ -15,6 +13,7 @@ from models.registry import PROJECTION_TAILS, PROJECTION_WIDTH
 from protocol.catalogue import method_names
 from protocol.config import resolve_config
 from protocol.models import MODELS
+from tests.model_fixtures import undrawn
 
 INPUTS = ((1, 28), (1, 32), (3, 32), (3, 64))  # (channels, pixels) that counts are stored for
 HEADS = "projection heads"
@@ -24,7 +23,7 @@ def measured_sizes(inputs: Sequence[tuple[int, int]] = INPUTS) -> Sizes:
     """Parameter counts of all registered models, and what each method adds to them, measured."""
 
     def counted(name: str, channels: int, size: int, addition: str) -> list[int]:
-        with torch.device("meta"):  # shapes without memory or initialisation
+        with undrawn():
             network = build_model(
                 name,
                 num_classes=2,
