@@ -48,10 +48,6 @@ def walk(step, rounds, start=0):
     return seen
 
 
-def deltas(t):
-    return arrays_from(100 + t)
-
-
 # --- FedAvg ---------------------------------------------------------------------------------------
 
 

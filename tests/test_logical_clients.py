@@ -461,10 +461,6 @@ def test_a_message_from_a_server_with_other_code_is_refused():
     assert isinstance(answer(ConfigRecord({k: v for k, v in record.items() if k != "code"})), Error)
 
 
-def summing_of_one(take):
-    return Summing({"arrays": {2: 1.0}}, {}, {"arrays": {}}, take)
-
-
 def test_a_sum_of_an_earlier_round_is_not_taken():
     """A worker's reply may come once the next round has begun."""
     taken = []
