@@ -13,6 +13,7 @@ repository = Path(__file__).parents[3]
 docs = repository / "docs"
 
 
+@pytest.mark.usefixtures("no_pictures")  # besides those of the diagnostics
 def test_the_diagnostics_example_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -42,6 +43,7 @@ def test_the_readmes_table_of_methods_is_the_generated_one(
     assert table == generated
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")  # TorchScript is what is shown
 def test_an_exported_model_is_used_as_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
