@@ -18,8 +18,12 @@ DECODE_CHUNK = 256  # images a thread decodes at a time
 # example, to Ghostscript.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 MAX_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 0)  # Pillow decodes no larger image
-# Pillow's warnings name no file, such as those of a transparent palette or of damaged EXIF data.
-warnings.filterwarnings("ignore", module="PIL")
+# Pillow's warnings of transparency, which is discarded, and of metadata name no file.
+warnings.filterwarnings(
+    "ignore",
+    message="Palette images with Transparency|.*corrupt EXIF|Truncated File|Metadata",
+    module="PIL",
+)
 # Channels of Pillow's modes of up to 8 bits; deeper ones would lose more than a user may expect.
 CHANNELS_OF_MODE = {"1": 1, "L": 1, "LA": 1, "P": 3, "RGB": 3, "RGBA": 3, "CMYK": 3, "YCbCr": 3}
 
