@@ -134,11 +134,13 @@ def test_images_are_turned_as_their_exif_data_says(load, tmp_path):
 
 
 def test_pillow_prints_no_warning(tmp_path):
-    """Its warnings name no file. In a process of its own: pytest resets the filters of warnings."""
-    file = tmp_path / "transparent.png"
-    coloured = Image.fromarray(random_images(30, 30, 3)).quantize(250)
-    coloured.save(file, transparency=bytes(range(250)))
-    call = f"with_file({str(file)!r}, lambda image: image.convert('RGB'))"
+    """In a process of its own: pytest resets the filters of warnings."""
+    transparent, damaged = str(tmp_path / "transparent.png"), str(tmp_path / "damaged.jpg")
+    image, exif = Image.fromarray(random_images(30, 30, 3)), Image.Exif()
+    image.quantize(250).save(transparent, transparency=bytes(range(250)))
+    exif[ExifTags.Base.ImageDescription] = "a description of many bytes"
+    image.save(damaged, exif=exif.tobytes()[:-20])
+    call = f"[with_file(f, lambda image: image.convert('RGB')) for f in {[transparent, damaged]}]"
     code = f"from data.decoding import with_file; {call}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == ""
