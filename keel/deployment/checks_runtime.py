@@ -95,14 +95,14 @@ def check_device(name: str) -> Iterator[Finding]:
 
     from client_app.setup import device_for
 
+    has_driver = shutil.which("nvidia-smi") is not None
+    built = torch.version.cuda or "no CUDA"
+    driver = f"this machine has NVIDIA's driver, torch is built for {built}"
     try:
         device = device_for(name)
     except ValueError as error:
         hint = "no NVIDIA driver is visible here; a container needs compose.gpu.yml"
-        if shutil.which("nvidia-smi"):
-            built = torch.version.cuda or "no CUDA"
-            hint = f"this machine has NVIDIA's driver, torch is built for {built}"
-        yield problem(f"{error}; {hint}")
+        yield problem(f"{error}; {driver if has_driver else hint}")
         return
     if device.type == "cuda":
         torch.zeros(1, device=device)
@@ -110,7 +110,9 @@ def check_device(name: str) -> Iterator[Finding]:
         gpu = torch.cuda.get_device_name(device)
         yield fine(f"device: {device}, {gpu}, {free / GiB:.0f} of {total / GiB:.0f} GiB free")
     elif name == "auto":
-        yield fine(f"device: {device}; auto finds no GPU")
+        # the driver may be too old for this torch, or $CUDA_VISIBLE_DEVICES empty
+        why = f": {driver}" if has_driver else ""
+        yield fine(f"device: {device}; auto finds no GPU{why}")
     else:
         yield fine(f"device: {device}")
 

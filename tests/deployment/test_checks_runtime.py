@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from deployment_fixtures import problem, result
 
+from client_app.setup import device_for
 from keel.deployment import checks_runtime
 from keel.deployment.checks_runtime import (
     check_data,
@@ -66,6 +68,37 @@ def test_other_disks_are_checked_and_a_folder_that_may_not_be_written(tmp_path, 
 def test_a_device_that_is_not_there():
     assert result(check_device("cpu")) == (False, "device: cpu")
     assert "cuda:63" in problem(check_device("cuda:63"))
+
+
+@pytest.mark.parametrize("has_driver", [True, False])
+def test_a_gpu_that_torch_does_not_find_is_explained(has_driver, monkeypatch):
+    """As with a torch that is built without CUDA, or for a newer driver."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(checks_runtime.shutil, "which", lambda name: name if has_driver else None)
+    device_for.cache_clear()
+    is_problem, auto = result(check_device("auto"))
+    asked = problem(check_device("cuda"))
+    device_for.cache_clear()
+    found = "this machine has NVIDIA's driver, torch is built for no CUDA"
+    assert not is_problem
+    assert auto == "device: cpu; auto finds no GPU" + (f": {found}" if has_driver else "")
+    absent = "no NVIDIA driver is visible here; a container needs compose.gpu.yml"
+    assert asked.endswith(f"; {found if has_driver else absent}")
+
+
+def test_a_gpu_is_named_with_its_free_memory(monkeypatch):
+    zeros = torch.zeros
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch, "zeros", lambda count, device: zeros(count))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 2**30, 8 * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"H{device.index}")
+    device_for.cache_clear()
+    found = result(check_device("cuda:1"))
+    device_for.cache_clear()
+    assert found == (False, "device: cuda:1, H1, 3 of 8 GiB free")
 
 
 def test_data_in_order_missing_and_with_a_wrong_class(tmp_path, monkeypatch):
