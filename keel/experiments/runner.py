@@ -207,6 +207,9 @@ def run_recipe(
     with locked(output):
         with_data = check_recipe(recipe, cells, options, output)
         options = replace(options, tuned_on=save_job(recipe, options, output, cells)[0])
+    planned = runs_needed(recipe, cells, options, output, failed)
+    if resources.gpus is None and all(run.keys.get("device") == "cpu" for run in planned):
+        resources = replace(resources, gpus=0.0)  # each would wait for a GPU of its own
     with (
         progress_bars(console) as progress,
         RayTasks(resources, output, with_data) as tasks,

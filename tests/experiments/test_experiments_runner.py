@@ -313,6 +313,25 @@ def ran(
         return tasks.started, text.getvalue(), failed
 
 
+@pytest.mark.parametrize(
+    ("device", "asked", "expected"),
+    [("cpu", None, 0.0), ("cpu", 0.5, 0.5), ("auto", None, None), ("cuda", None, None)],
+)
+def test_runs_on_the_cpu_take_no_gpu_unasked(device, asked, expected, tmp_path, monkeypatch):
+    """On a machine with one GPU, they were executed one after the other."""
+    recipe, seen = parse_recipe(two_rows, Path("t.yaml")), list[Resources]()
+
+    class Seen(FakeTasks):
+        def __call__(self, *about: Any) -> FakeTasks:
+            seen.append(about[0])
+            return self
+
+    monkeypatch.setattr(runner, "RayTasks", Seen(lambda run: "no reason"))
+    how, console = options(changes={"device": device}), Console(file=io.StringIO())
+    runner.run_recipe(recipe, recipe.cells, how, tmp_path, Resources(gpus=asked), console)
+    assert [resources.gpus for resources in seen] == [expected]
+
+
 def while_waiting(sleep: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """The runner sleeps so. Not `time.sleep` itself: threads of earlier tests call it too."""
     clock = SimpleNamespace(sleep=sleep, time=time.time, monotonic=time.monotonic)
