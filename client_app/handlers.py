@@ -337,6 +337,9 @@ def train_together(methods: Sequence[Method], ctxs: Sequence[RoundContext]) -> T
             if num == 1 or not is_out_of_memory(error):
                 raise
         cache.max_stacked = num // 2  # here the memory of the attempt is free again
+        for ctx in ctxs:  # what it has noted of those that had trained
+            ctx.releases.clear()
+            ctx.faults.clear()
         log.warning(
             "%s: %d clients do not fit into the memory of %s: %d at a time train together for the "
             "rest of the run",

@@ -639,6 +639,25 @@ def test_clients_that_do_not_fit_in_memory_train_fewer_at_a_time(
     assert_close(other, one, rtol=0, atol=1e-5)
 
 
+@pytest.mark.end_to_end
+def test_private_clients_that_train_again_have_released_once(tmp_path, monkeypatch):
+    """Those that had trained before memory ran out failed: `privatise` was called twice."""
+    tried = []
+
+    def full(methods, ctxs):
+        tried.append(len(ctxs))
+        if len(tried) in (1, 3):  # five clients, then the second pair
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        return train_stacked(methods, ctxs)
+
+    monkeypatch.setattr(handlers, "train_stacked", full)
+    private = {"privacy.epsilon": 0.5, "privacy.clip-norm": 1.0, "num-rounds": 1}
+    run = run_of(tmp_path, 5, **FEDAVG, **private)
+    assert tried == [5, 2, 2]
+    [line] = read_history(run)
+    assert (len(line["participants"]), line["left_out"]) == (5, {})
+
+
 def test_one_client_that_does_not_fit_is_an_error_of_one_line(tmp_path, monkeypatch):
     def fails(self, batch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
