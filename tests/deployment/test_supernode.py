@@ -1,5 +1,6 @@
 """The SuperNode's state: each message has one answer, its own, once its ClientApp has ended."""
 
+import os
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -224,3 +225,20 @@ def test_an_interval_that_is_no_number_of_seconds_is_refused_in_one_line(monkeyp
     monkeypatch.setenv("KEEL_POLL_S", text)
     with pytest.raises(SystemExit, match=f"^error: KEEL_POLL_S = '{text}': expected a number"):
         longest_wait_s()
+
+
+@pytest.mark.parametrize(
+    ("program", "stated"),
+    [("supernode", ""), ("executor", ""), ("executor", "1"), ("superlink_server", "")],
+)
+def test_a_program_tells_flower_nothing_unless_its_user_wants_it(program, stated):
+    """Flower's own report each start and end of a process, a ClientApp's too."""
+    names = ("FLWR_TELEMETRY_ENABLED", "FLWR_DISABLE_UPDATE_CHECK")
+    env = {key: value for key, value in os.environ.items() if key not in names}
+    env |= {"FLWR_TELEMETRY_ENABLED": stated} if stated else {}
+    code = (
+        f"import os, keel.deployment.{program}; from flwr.supercore import telemetry; "
+        f"print(telemetry.FLWR_TELEMETRY_ENABLED, os.environ[{names[1]!r}])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout.split() == [stated or "0", "1"], done.stderr
