@@ -6,7 +6,6 @@ import shutil
 import socket
 import ssl
 import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -22,9 +21,9 @@ from cryptography.hazmat.primitives.serialization import (
 from keel.deployment.credentials import certificate_problem
 from keel.deployment.findings import Finding, check, fine, problem
 from keel.deployment.reach import handshake, split_address
-from keel.deployment.superlink import SuperLinkClient
-from protocol.flower_compat.registration import Registration, registration_of
-from protocol.text import num_of
+from keel.deployment.register import public_keys
+from protocol.flower_compat.registration import Registration, registered_nodes, registration_of
+from protocol.text import num_of, shortened
 
 timeout_s = 10.0
 clock_limits = "more than 5 seconds ahead of it or more than 5 minutes behind"  # Flower's
@@ -163,21 +162,22 @@ def check_key(address: str, ca: Path, key: Path) -> Iterator[Finding]:
 @check
 def check_registered(credentials: Path, superlink: str) -> Iterator[Finding]:
     """Every key in credentials/clients is registered, and every SuperNode is connected."""
-    with tempfile.TemporaryDirectory() as home:
-        client = SuperLinkClient(Path(home), superlink, credentials / "ca.pem")
-        try:
-            listed = {str(node["node-id"]): str(node["status"]) for node in client.nodes()}
-        except RuntimeError as error:
-            yield problem(f"{superlink}: {' '.join(str(error).split())[:300]}")
-            return
-    nodes = {node: status for node, status in listed.items() if status != "unregistered"}
-    num_keys = len(list((credentials / "clients").glob("*.pub")))
-    if len(nodes) < num_keys:
-        yield problem(f"{len(nodes)} of {num_of('client key', num_keys)} registered: make register")
-    for node, status in sorted(nodes.items()):
+    problems = [
+        found for found in check_port(superlink, credentials / "ca.pem") if found.is_problem
+    ]
+    yield from problems
+    if problems:
+        return
+    keys = public_keys(credentials)
+    nodes = registered_nodes(superlink, (credentials / "ca.pem").read_bytes(), keys)
+    if missing := sorted(keys.keys() - {name for _, name, _ in nodes}):
+        yield problem(f"not registered: the key of {shortened(missing)}: make register")
+    for node, name, status in sorted(nodes, key=lambda each: (each[1], each[0])):
         if status != "online":
-            yield problem(f"SuperNode {node} is {status}: run `keel doctor client` on its machine")
-    if num_online := list(nodes.values()).count("online"):
+            owner = f" of {name}" if name else f", whose key is not in {credentials / 'clients'},"
+            how = "has never connected" if status == "registered" else f"is {status}"
+            yield problem(f"SuperNode {node}{owner} {how}: run `keel doctor client` on its machine")
+    if num_online := [status for _, _, status in nodes].count("online"):
         yield fine(
             f"{num_of('SuperNode', num_online)} {'is' if num_online == 1 else 'are'} connected"
         )

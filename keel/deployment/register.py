@@ -9,8 +9,26 @@ from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 
 from keel.deployment.reach import wait_for_server
 from protocol.files import write_atomically
-from protocol.flower_compat import is_http_error
 from protocol.flower_compat.registration import register_keys
+
+
+def public_keys(credentials: Path) -> dict[str, bytes]:
+    """Client name to key, in OpenSSH's format, of the server's directory.
+
+    ValueError, with its file, for one that is damaged.
+    """
+    keys = {
+        path.stem: path.read_bytes() for path in sorted((credentials / "clients").glob("*.pub"))
+    }
+    for name, key in keys.items():
+        try:
+            load_ssh_public_key(key)
+        except (ValueError, UnsupportedAlgorithm) as error:
+            raise ValueError(
+                f"{credentials / 'clients' / name}.pub is damaged or not a public key: {error}: "
+                "copy the client's client.pub again"
+            ) from error
+    return keys
 
 
 def register(credentials: Path, address: str, wait_s: float) -> list[str]:
@@ -32,26 +50,8 @@ def register(credentials: Path, address: str, wait_s: float) -> list[str]:
             f"--superlink {address}: no SuperLink answers with a certificate signed by {ca}: "
             f"{error}"
         ) from error
-    keys = {
-        path.stem: path.read_bytes() for path in sorted((credentials / "clients").glob("*.pub"))
-    }
-    for name, key in keys.items():
-        try:
-            load_ssh_public_key(key)
-        except (ValueError, UnsupportedAlgorithm) as error:
-            raise ValueError(
-                f"{credentials / 'clients' / name}.pub is damaged or not a public key: {error}: "
-                "copy the client's client.pub again"
-            ) from error
-    try:
-        nodes = register_keys(address, ca.read_bytes(), keys)
-    except Exception as error:
-        if not is_http_error(error):
-            raise
-        raise RuntimeError(
-            f"--superlink {address}: {error} Expected the SuperLink's port for users (8000 unless "
-            "changed), not the one for clients"
-        ) from error
+    keys = public_keys(credentials)
+    nodes = register_keys(address, ca.read_bytes(), keys)
     clients = {
         name: {"node": str(node), "key": b" ".join(keys[name].split()[:2]).decode()}
         for name, (node, _) in nodes.items()

@@ -5,11 +5,12 @@ codes). Public way: none without starting a SuperNode. The request is an activat
 interval of 0 the SuperLink has to refuse; it looks for the key first, so the error code tells which
 of the two it refused.
 
-`register_keys` uses the client of the Control API that is behind `flwr supernode register` and
-`list`. Why: those commands do not say which node id a key has that was registered before.
+`register_keys` and `registered_nodes` use the client of the Control API that is behind `flwr
+supernode register` and `list`. Why: those commands do not say which node has which key.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 
 import grpc
@@ -28,6 +29,8 @@ from flwr.supercore.interceptors import (
     RuntimeVersionHttpInterceptor,
 )
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+
+from protocol.flower_compat import is_http_error
 
 
 class Registration(Enum):
@@ -82,21 +85,8 @@ def register_keys(
     that the SuperLink knows are left alone. A key that was unregistered, which no SuperLink accepts
     again, is left out. ValueError for an invalid key, or one that two names share.
     """
-    keys: dict[bytes, str] = {}
-    for name, text in public_keys.items():
-        key = load_ssh_public_key(text)
-        if not isinstance(key, ec.EllipticCurvePublicKey):
-            raise ValueError(f"client {name}: expected an ECDSA key")
-        other = keys.setdefault(public_key_to_bytes(key), name)
-        if other != name:
-            raise ValueError(f"clients {other} and {name} have the same key: make one for each")
-    client = ControlHttpClient.from_server_address(
-        server_address=address,
-        insecure=False,
-        root_certificates=ca,
-        interceptors=[RuntimeVersionHttpInterceptor(component_name="flwr CLI")],
-    )
-    try:
+    keys = names_by_key(public_keys)
+    with control_client(address, ca) as client:
         listed = client.ListNodes(ListNodesRequest()).nodes_info
         known = {n.public_key: n.node_id for n in listed}
         removed = {n.public_key for n in listed if n.status == NodeStatus.UNREGISTERED}
@@ -110,5 +100,56 @@ def register_keys(
                 known[key_bytes] = client.RegisterNode(request).node_id
             nodes[name] = known[key_bytes], is_new
         return nodes
+
+
+def registered_nodes(
+    address: str, ca: bytes, public_keys: Mapping[str, bytes]
+) -> list[tuple[int, str, str]]:
+    """(node id, client name, status) of each registered node; the name of another key is "".
+
+    status: "online", "offline", or "registered" for one that has never connected. Arguments as for
+    `register_keys`. Changes nothing.
+    """
+    names = names_by_key(public_keys)
+    with control_client(address, ca) as client:
+        listed = client.ListNodes(ListNodesRequest()).nodes_info
+        return [
+            (node.node_id, names.get(node.public_key, ""), node.status)
+            for node in listed
+            if node.status != NodeStatus.UNREGISTERED
+        ]
+
+
+def names_by_key(public_keys: Mapping[str, bytes]) -> dict[bytes, str]:
+    """Client name by key, as a SuperLink has it. ValueError for an invalid key, or a shared one."""
+    keys: dict[bytes, str] = {}
+    for name, text in public_keys.items():
+        key = load_ssh_public_key(text)
+        if not isinstance(key, ec.EllipticCurvePublicKey):
+            raise ValueError(f"client {name}: expected an ECDSA key")
+        other = keys.setdefault(public_key_to_bytes(key), name)
+        if other != name:
+            raise ValueError(f"clients {other} and {name} have the same key: make one for each")
+    return keys
+
+
+@contextmanager
+def control_client(address: str, ca: bytes) -> Iterator[ControlHttpClient]:
+    """A client of a SuperLink's Control API, closed at the end. RuntimeError if a request fails."""
+    client = ControlHttpClient.from_server_address(
+        server_address=address,
+        insecure=False,
+        root_certificates=ca,
+        interceptors=[RuntimeVersionHttpInterceptor(component_name="flwr CLI")],
+    )
+    try:
+        yield client
+    except Exception as error:
+        if not is_http_error(error):
+            raise
+        raise RuntimeError(
+            f"--superlink {address}: {error} Expected the SuperLink's port for users (8000 unless "
+            "changed), not the one for clients"
+        ) from error
     finally:
         client.close()

@@ -179,3 +179,6 @@ def test_a_key_that_was_unregistered_keeps_no_other_client_out(deployed):
     assert json.loads((server / "clients.json").read_text()).keys() == lines.keys() - {"removed"}
     findings = list(check_registered(server, address))
     assert not any(node in finding.text for finding in findings), findings
+    [later] = [finding.text for finding in findings if "of later" in finding.text]
+    assert later.startswith(f"SuperNode {lines['later'].split()[3]} of later has never connected:")
+    assert any(f.text == "not registered: the key of removed: make register" for f in findings)
