@@ -11,7 +11,10 @@ from torch import Tensor
 
 
 class SGD:
-    """g += decay * w; m = momentum * m + g; w -= lr * m, for parameters of one type and device."""
+    """g += decay * w; m = momentum * m + g; w -= lr * m, for parameters of one type and device.
+
+    Their memory must have no gaps, as that of some columns of a tensor has: clone such a parameter.
+    """
 
     def __init__(self, parameters: Sequence[Tensor], momentum: float, weight_decay: float) -> None:
         self.parameters = list(parameters)

@@ -14,6 +14,7 @@ from model_fixtures import undrawn
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from client_app.sgd import SGD
 from models import StagedModel, build_model, registry
 from models.staged import Stage, Trunk
 from protocol.models import MODELS
@@ -578,6 +579,45 @@ def test_a_mistake_in_the_function_of_a_model_is_refused_with_its_place(build, r
     monkeypatch.setitem(registry.BUILDERS, "cnn-fedreco", build)
     with pytest.raises(ValueError, match=rf"\(tests/test_models\.py:\d+\){reason}"):
         build_model("cnn-fedreco", num_classes=10, channels=3, image_size=32)
+
+
+class Factorised(nn.Module):
+    """Weights that are columns, every other row, and one value, of other tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.columns = nn.Parameter(torch.randn(3, 8)[:, :2])
+        self.rows = nn.Parameter(torch.randn(4, 5)[::2])
+        self.scale = nn.Parameter(torch.ones(1).expand(5))
+        self.register_buffer("offset", torch.ones(1).expand(5))
+
+    def forward(self, x):
+        return x.mean((2, 3)) @ self.columns @ self.rows * self.scale + self.offset
+
+
+def test_weights_with_gaps_in_their_memory_are_trained_as_torch_trains_them(monkeypatch):
+    """The fused kernel took the gaps for weights; those that share memory could not be loaded."""
+
+    def build(input_shape, norm):
+        return Trunk({"mix": Stage(Factorised(), nn.Identity())}, nn.Flatten(), 5)
+
+    monkeypatch.setitem(registry.BUILDERS, "cnn-fedreco", build)
+    ours, plain = (
+        build_model("cnn-fedreco", num_classes=10, channels=3, image_size=32, seed=0)
+        for _ in range(2)
+    )
+    own = SGD(ours.weights, momentum=0.9, weight_decay=0.01)
+    torchs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    x = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        for model in (ours, plain):
+            model.zero_grad()
+            model(x).square().sum().backward()
+        own.step(0.1)
+        torchs.step()
+    for name, array in plain.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], array)
+    ours.load_state_dict(plain.state_dict())
 
 
 class Averaging(nn.Module):
