@@ -375,8 +375,7 @@ def test_state_in_memory_does_not_follow_what_the_server_does_with_its_arrays(
     assert_same_bits(groups["model"], expected)
 
 
-def test_kept_models_of_a_whole_run_are_of_before_the_averaging(tmp_path, monkeypatch, no_pictures):
-    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+def test_kept_models_of_a_whole_run_are_of_before_the_averaging(home):
     keys = {"method": "moon", "num-rounds": 2, "source": small_source(), "model": "cnn-fedreco"}
     keys["keep-state"] = True
     partition = {"partition": "iid", "batch-size": 8, "min-samples": 1, "device": "cpu"}

@@ -400,9 +400,8 @@ def test_what_is_no_ledger_ends_no_releases(source, monkeypatch):
         check_limits(private(), {"source": source})
 
 
-def test_a_line_without_a_digest_is_damaged(tmp_path, monkeypatch):
+def test_a_line_without_a_digest_is_damaged(home):
     """A site's ledger is younger than the digests: a line without one was edited."""
-    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
     ledger = Ledger({"source": "digits"})
     ledger.path.parent.mkdir(parents=True)
     ledger.path.write_text('{"multiplier": 1000000.0}\n')

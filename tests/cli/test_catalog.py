@@ -194,8 +194,7 @@ def test_lists_do_not_wait_for_measurements(monkeypatch, printed):
     assert "–: not measured yet; --measure measures all" in caption
 
 
-def test_a_measurement_is_reused_until_its_key_changes(tmp_path, monkeypatch):
-    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+def test_a_measurement_is_reused_until_its_key_changes(home):
     values = iter(range(9))
     assert catalog.cached("x", [1], lambda: next(values)) == 0
     assert catalog.cached("x", [1], lambda: next(values)) == 0
@@ -226,8 +225,7 @@ def test_presets_show_what_they_set(speed, printed):
     assert shown["clients"] == 10
 
 
-def test_datasets_say_what_is_here_and_count_classes(printed, tmp_path, monkeypatch):
-    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+def test_datasets_say_what_is_here_and_count_classes(printed, home):
     rows = {row["name"]: row for row in as_json(printed, "datasets")}
     assert rows["digits"]["here"] == "yes"
     digits = as_json(printed, "datasets", "digits")
@@ -235,8 +233,8 @@ def test_datasets_say_what_is_here_and_count_classes(printed, tmp_path, monkeypa
     assert "data-dir/tiny-imagenet-200" in rows["tiny-imagenet"]["here"]
     images = np.random.default_rng(0).integers(0, 256, (9, 28, 28), dtype=np.uint8)
     labels = np.array([0, 0, 0, 0, 1, 1, 1, 2, 2])
-    np.savez(tmp_path / "own.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
-    shown = as_json(printed, "datasets", f"npz:{tmp_path / 'own.npz'}")
+    np.savez(home / "own.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+    shown = as_json(printed, "datasets", f"npz:{home / 'own.npz'}")
     assert [row["train"] for row in shown["classes"]] == [4, 3, 2]
     assert shown["mean"] == [pytest.approx(images.mean() / 255, abs=1e-4)]
     assert shown["std"] == [pytest.approx(images.std() / 255, abs=1e-4)]

@@ -360,15 +360,14 @@ def test_a_resumed_run_begins_when_its_new_attempt_does(tmp_path):
 
 
 @pytest.mark.parametrize("before", ["finished", "failed: of the attempt before"])
-def test_a_resume_that_the_server_refuses_fails_with_its_reason(tmp_path, monkeypatch, before):
+def test_a_resume_that_the_server_refuses_fails_with_its_reason(home, monkeypatch, before):
     """`keel resume --engine flower` took the state of the attempt before: finished, exit code 0."""
-    run = make_run(tmp_path / "run", {"method": "fedavg"}, 2, status=before)
+    run = make_run(home / "run", {"method": "fedavg"}, 2, status=before)
     assert SavedRun(run).state == before
     refused = SimpleNamespace(
         start=lambda job, arguments: None, reason=lambda: "the data has changed", replies=("", 0, 0)
     )
     refused.ended, refused.run_id = SimpleNamespace(wait=lambda seconds: True), "1"
-    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
     monkeypatch.setattr(engines, "simulation_superlink", lambda *_: nullcontext())
     monkeypatch.setattr(engines, "FlowerRun", lambda *_: refused)
     with Terminal(4) as terminal, pytest.raises(RuntimeError, match=r"^the data has changed \("):

@@ -554,10 +554,9 @@ def left_over(name: str, sockets: Path | str = "") -> Iterator[subprocess.Popen[
 
 
 def test_stop_ends_the_superlink_of_a_killed_keel_run_after_its_run_has_finished(
-    two, tmp_path, printed, monkeypatch, refusal
+    two, home, printed, refusal
 ):
-    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
-    sockets = tmp_path / "keel-ray-x"
+    sockets = home / "keel-ray-x"
     (sockets / "session").mkdir(parents=True)
     with left_over("one", sockets) as process:
         text = printed("stop", str(two / "one"))
@@ -567,11 +566,8 @@ def test_stop_ends_the_superlink_of_a_killed_keel_run_after_its_run_has_finished
     assert "one is not running: finished" in refusal("stop", str(two / "one"))
 
 
-def test_stop_ends_a_killed_keel_run_that_has_no_run_directory_yet(
-    tmp_path, printed, monkeypatch, refusal
-):
+def test_stop_ends_a_killed_keel_run_that_has_no_run_directory_yet(home, printed, refusal):
     """Flower takes half a minute to start, and the run would begin after that."""
-    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
     assert "there is no run 'new'" in refusal("stop", "new")
     with left_over("new") as process:
         text = printed("stop", "new")

@@ -10,13 +10,12 @@ from protocol.code import code_digest
 
 
 @pytest.fixture
-def at_a_client(made, tmp_path, monkeypatch):
+def at_a_client(made, home, monkeypatch):
     """The doctor on a client's machine, beside a `docker` that is this shell script."""
 
     def look(script, *more):
-        program(tmp_path / "docker", script)
-        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-        monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+        program(home / "docker", script)
+        monkeypatch.setenv("PATH", str(home), prepend=os.pathsep)
         monkeypatch.setattr(checks_runtime, "timeout_s", 0.5)  # for a worker that is not there
         words = ["--credentials", str(made / "site-a"), "--fleet", "127.0.0.1:1"]
         _, lines = doctor("client", *words, "--device", "cpu", *more)

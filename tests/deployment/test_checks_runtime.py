@@ -139,16 +139,15 @@ def test_data_that_the_user_must_not_read(monkeypatch, is_wrapped):
     assert "KEEL_UID" in text
 
 
-def test_a_home_that_the_user_cannot_write_to_is_not_the_data_s_fault(monkeypatch, tmp_path):
-    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
-    denied = PermissionError(13, "Permission denied", str(tmp_path / "cache"))
+def test_a_home_that_the_user_cannot_write_to_is_not_the_data_s_fault(monkeypatch, home):
+    denied = PermissionError(13, "Permission denied", str(home / "cache"))
 
     def open_source(*_):
         raise denied
 
     monkeypatch.setattr("client_app.setup.open_source", open_source)
     text = problem(check_data("folder:/srv", [], {}))
-    assert f"cannot write to {tmp_path}, where decoded images are stored" in text
+    assert f"cannot write to {home}, where decoded images are stored" in text
     assert "mode of the data" not in text
 
 
@@ -207,9 +206,8 @@ def test_a_python_without_flowers_programs_is_a_problem(tmp_path, monkeypatch):
     assert "lacks flwr, " in problem(check_entry_points())
 
 
-def test_data_sets_in_the_cache_are_listed(tmp_path, monkeypatch):
-    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
-    (tmp_path / "cache" / "cifar10-0123456789abcdef").mkdir(parents=True)
+def test_data_sets_in_the_cache_are_listed(home):
+    (home / "cache" / "cifar10-0123456789abcdef").mkdir(parents=True)
     caches, data_sets = check_data_sets()
-    assert str(tmp_path) in caches.text
+    assert str(home) in caches.text
     assert "cifar10" in data_sets.text

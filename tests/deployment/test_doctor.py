@@ -5,10 +5,9 @@ from deployment_fixtures import doctor
 from client_app import site_privacy
 
 
-def test_inside_checks_only_where_the_code_runs(tmp_path, monkeypatch):
-    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+def test_inside_checks_only_where_the_code_runs(home, monkeypatch):
     monkeypatch.setenv("KEEL_DEVICE", "cpu")
-    monkeypatch.setenv("KEEL_SOURCE", f"folder:{tmp_path / 'nothing'}")
+    monkeypatch.setenv("KEEL_SOURCE", f"folder:{home / 'nothing'}")
     monkeypatch.delenv("KEEL_WORKER", raising=False)
     status, lines = doctor("client", "--inside")
     assert [line.split(":")[0] for line in lines] == [
@@ -19,14 +18,13 @@ def test_inside_checks_only_where_the_code_runs(tmp_path, monkeypatch):
     status, lines = doctor("server", "--inside", "--code", "f" * 16)
     assert lines[0].startswith("PROBLEM  versions: Keel's client code is")
     assert "f" * 16 in lines[0]
-    status, lines = doctor("server", "--credentials", str(tmp_path))
+    status, lines = doctor("server", "--credentials", str(home))
     assert status == 2
     assert "--credentials and --fleet are required" in " ".join(lines)
 
 
-def test_what_it_cannot_check_it_says(tmp_path, monkeypatch):
+def test_what_it_cannot_check_it_says(home, monkeypatch):
     """Without containers no variable names data and worker: "no problems found" was all it said."""
-    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
     monkeypatch.delenv("KEEL_SOURCE", raising=False)
     monkeypatch.delenv("KEEL_WORKER", raising=False)
     _, lines = doctor("client", "--inside", "--device", "cpu", "--classes", "cat,dog")
@@ -35,9 +33,8 @@ def test_what_it_cannot_check_it_says(tmp_path, monkeypatch):
     assert found in lines
 
 
-def test_privacy_limits_of_the_environment(tmp_path, monkeypatch):
+def test_privacy_limits_of_the_environment(home, monkeypatch):
     """With a limit that cannot be read the worker starts, and refuses every run."""
-    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
     asked = ("client", "--inside", "--device", "cpu")
     for key in site_privacy.KEYS:
         monkeypatch.delenv(site_privacy.variable_of(key), raising=False)
@@ -63,8 +60,7 @@ def test_privacy_limits_of_the_environment(tmp_path, monkeypatch):
     )
 
 
-def test_without_a_machine_it_checks_this_one_for_simulation(tmp_path, monkeypatch):
-    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+def test_without_a_machine_it_checks_this_one_for_simulation(home):
     status, lines = doctor()
     assert (status, lines[-1]) == (0, "no problems found"), lines
     starts = [line.removeprefix("ok       ").split()[0] for line in lines[:-1]]

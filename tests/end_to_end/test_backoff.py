@@ -146,9 +146,8 @@ in_training = {1: "no answer in this round's training", 3: "in backoff"}
     ],
 )
 def test_a_client_that_hangs_is_waited_for_as_often_as_backoff_says(
-    tmp_path, monkeypatch, caplog, method, kinds, not_evaluated
+    home, caplog, method, kinds, not_evaluated
 ):
-    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
     keys = {"method": method, "local-test-fraction": 0.2, "evaluate-clients": "all"}
     keys |= {"num-rounds": 4, "round-timeout": 5.0, "backoff-after": 2, "backoff-rounds": 3}
     grid = HungGrid(*kinds)

@@ -126,17 +126,16 @@ def test_a_flower_run_outlives_a_suspension_of_all_its_processes(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_a_killed_keel_run_leaves_of_a_flower_run_is_stopped(tmp_path, monkeypatch, printed):
+def test_what_a_killed_keel_run_leaves_of_a_flower_run_is_stopped(home, printed):
     """Its SuperLink used to stay for good, and `keel stop` named `flwr stop`."""
-    with started(tmp_path, *long_run) as process:
+    with started(home, *long_run) as process:
         for line in process.stdout:
             if line.startswith("round    2/1000"):
                 break
-    assert any("superlink_server" in command for command in started_by(tmp_path))
-    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+    assert any("superlink_server" in command for command in started_by(home))
     assert "after round" in printed("stop", "cut")
-    assert_all_end(tmp_path)
-    run = SavedRun(tmp_path / "runs" / "cut")
+    assert_all_end(home)
+    run = SavedRun(home / "runs" / "cut")
     done = run.rounds
     run_inline({"resume": str(run.directory), "num-rounds": done + 1}, 3)
     assert SavedRun(run.directory).rounds == done + 1

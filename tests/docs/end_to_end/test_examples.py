@@ -13,16 +13,12 @@ repository = Path(__file__).parents[3]
 docs = repository / "docs"
 
 
-@pytest.mark.usefixtures("no_pictures")  # besides those of the diagnostics
-def test_the_diagnostics_example_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+def test_the_diagnostics_example_runs(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (docs / "how-to/diagnostics.md").read_text()
     [block] = re.findall(r"<!-- a test runs this -->\n```\n(.*?)```", text, re.S)
     run, diagnose = (shlex.split(line) for line in block.replace("\\\n", " ").splitlines())
     assert command_line.main([*run[1:], "--engine", "inline"]) == 0, capsys.readouterr().err
-    [directory] = (tmp_path / "runs").iterdir()
+    [directory] = (home / "runs").iterdir()
     words = [str(directory) if word == "RUN" else word for word in diagnose[1:]]
     assert command_line.main(words) == 0, capsys.readouterr().err
     last = json.loads((directory / "history.jsonl").read_text().splitlines()[-1])
@@ -43,13 +39,11 @@ def test_the_readmes_table_of_methods_is_the_generated_one(
     assert table == generated
 
 
-@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")  # TorchScript is what is shown
 def test_an_exported_model_is_used_as_the_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(home)
     keys = ["method=fedavg", "model=cnn-fedreco", "num-rounds=1", "data-fraction=0.1"]
     words = ["run", *keys, "run-name=RUN", "--clients", "2", "--engine", "inline"]
     assert command_line.main(words) == 0, capsys.readouterr().err
