@@ -632,9 +632,10 @@ def validate(config: RunConfig) -> None:
 def _check_table(config: RunConfig, name: str, options: type[Any]) -> None:
     """ValueError unless the keys `name.*` are the options of a method or server optimizer."""
     config.table(name, options)
-    allowed = [f"{name}.{key}" for key in keys_of(options)]
+    prefix = f"{name}."
+    allowed = [prefix + key for key in keys_of(options)]
     for key, value in config.flat.items():
-        if key.startswith(f"{name}.") and key not in allowed:
+        if key.startswith(prefix) and key not in allowed:
             raise ValueError(
                 f"{key} = {value!r}: {name} has no such option, so it would have no effect; remove "
                 f"it from [tool.flwr.app.config.{name}] in pyproject.toml, or declare it in the "
