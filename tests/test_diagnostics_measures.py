@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from printed_formulas import cka_as_printed, covariances
+from printed_formulas import cka_as_printed, cosine, covariances
 
 from client_app.similarity import linear_view
 from server_app.diagnostics.measures import (
@@ -119,10 +119,6 @@ def test_vci_is_0_where_classes_are_points_and_undefined_where_it_says_nothing()
 # --- deviation bound -------------------------------------------------------------------------
 
 
-def cosine(a, b):
-    return float(a @ b) / (math.sqrt(float(a @ a)) * math.sqrt(float(b @ b)))
-
-
 def deviation_bound_as_printed(x, phi, p, y, num_classes):
     """Eq. (4) for sample x, term by term."""
     members = {j: [i for i in range(len(y)) if y[i] == j] for j in range(num_classes)}
@@ -134,7 +130,8 @@ def deviation_bound_as_printed(x, phi, p, y, num_classes):
         return sum(math.sqrt(float(phi[i] @ phi[i])) for i in members[j]) / len(members[j])
 
     def similarity(j):  # S_j(x)
-        return sum(cosine(phi[x], phi[i]) for i in members[j]) / len(members[j])
+        own = phi[x].tolist()
+        return sum(cosine(own, phi[i].tolist()) for i in members[j]) / len(members[j])
 
     r = int(y[x])
     above = (1 - score(r, r)) * norm(r) * len(members[r]) * similarity(r)
