@@ -103,8 +103,9 @@ def build_model(
             trunk = _projected(trunk, PROJECTION_TAILS[projection]())
         model = StagedModel(name, input_shape, num_classes, trunk)
         for tensor in model.tensors.values():
-            if not tensor.is_contiguous():  # torch's fused SGD misreads memory with gaps, as of
-                tensor.data = tensor.data.clone()  # columns; a copy has none, in the same layout
+            if not tensor.is_contiguous():
+                # torch's fused SGD updates wrong elements if memory has gaps; a copy has none
+                tensor.data = tensor.data.clone()
         if init:
             fan_in_(model)
         if projection_heads:
