@@ -213,3 +213,14 @@ def device_for(name: str) -> torch.device:
                 f"device = {name!r}: torch cannot use it here: expected auto, cpu, cuda or cuda:N"
             ) from error
     return device
+
+
+def device_or_cpu(name: str) -> tuple[torch.device, str]:
+    """`device_for`; where the device is absent, the CPU and why.
+
+    For a look at a run of another machine, whose device is not this one's.
+    """
+    try:
+        return device_for(name), ""
+    except ValueError as error:
+        return torch.device("cpu"), str(error)

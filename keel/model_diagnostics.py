@@ -10,7 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from client_app.setup import build_network, device_for, open_source, placed
+from client_app.setup import build_network, device_or_cpu, open_source, placed
 from models import StagedModel
 from protocol.files import write_atomically
 from protocol.messages import Arrays, with_current_names
@@ -47,7 +47,9 @@ def write_diagnostics(
     check_is_as_written(run_dir)
     config = read_run_config(run_dir)
     source = open_source(config)
-    device = device_for(config.train.device)
+    device, absent = device_or_cpu(config.train.device)
+    if absent:
+        log.warning("%s: measured on the CPU", absent)
 
     @cache
     def network(name: str) -> StagedModel:

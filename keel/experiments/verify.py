@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from client_app.handlers import train_together
 from client_app.machine import machine
-from client_app.setup import device_for
+from client_app.setup import device_or_cpu
 from keel.experiments.measure import CURVES
 from keel.experiments.runs import machines_of
 from protocol.config import config_from_json
@@ -109,10 +109,11 @@ def checks(directory: Path, rounds: int) -> Iterator[Check]:
         return
     yield from file_checks(directory, manifest)
     try:
-        device = device_for(read_run_config(directory).train.device)
+        config = read_run_config(directory)
     except ValueError as error:
         yield Check(False, str(error))
         return
+    device, absent = device_or_cpu(config.train.device)
     used = [*machines_of(directory), machine(device)]
     differing = differing_versions(manifest["versions"], versions(device), any_gpu(used))
     keel = ", then ".join(manifest.get("keel", ["not recorded"]))
@@ -127,9 +128,12 @@ def checks(directory: Path, rounds: int) -> Iterator[Check]:
     if others:
         together = num_of("other run", others)
         yield Check(True, f"it trained together with {together}: replayed alone")
+    if absent:
+        yield Check(True, f"{absent}: replayed on the CPU")
     try:
         is_same = not differing and not others
-        yield from replay_checks(directory, manifest, rounds, is_same)
+        name = "cpu" if absent else config.train.device
+        yield from replay_checks(directory, manifest, rounds, is_same, name)
     except (ValueError, OSError, RuntimeError) as error:
         yield Check(False, f"the replay failed: {error}")
 
@@ -189,13 +193,13 @@ def is_intact(version: Path) -> bool:
 
 
 def replay_checks(
-    directory: Path, manifest: Mapping[str, Any], rounds: int, is_same_setup: bool
+    directory: Path, manifest: Mapping[str, Any], rounds: int, is_same_setup: bool, device: str
 ) -> Iterator[Check]:
     """The split and the first rounds, replayed: bit-identical, or with similar accuracies."""
     saved, overrides = read_config_file(directory)
     history = {line["round"]: line for line in read_history(directory)}  # damage may leave gaps
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as held:
-        own = {"output-dir": scratch, "resume": ""}
+        own = {"output-dir": scratch, "resume": "", "device": device}
         flat = {**saved, **own}
         config = config_from_json(json.dumps(flat))
         stacked = manifest.get("stacked")

@@ -323,6 +323,18 @@ def test_what_the_command_writes_in_a_run_directory_is_for_its_user_alone(run, m
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
+def test_a_run_of_a_device_that_is_absent_here_is_measured_on_the_cpu(run, monkeypatch, caplog):
+    """As of a GPU, on a machine that has none; `keel predict` reads its models, too."""
+    folder = run({"num-rounds": 1})
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["config"]["device"] = "cuda:99"
+    path.write_text(json.dumps(config))
+    assert command(monkeypatch, folder, "--only", "vci") == 0
+    assert "device = 'cuda:99'" in caplog.text
+    assert ": measured on the CPU" in caplog.text
+
+
 def test_the_command_compares_checkpoints_of_methods_that_keep_nothing(run, monkeypatch, tmp_path):
     folder = run({"num-rounds": 2})
     [first] = (folder / "checkpoints").glob("round-00001-*")

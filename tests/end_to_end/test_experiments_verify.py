@@ -9,13 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from data_fixtures import random_images
 from rich.console import Console
 from run_fixtures import resume, summary_of
 
 import server_app.federation
 import server_app.manifest
-from client_app.setup import client_indices, forget_sources, open_source
+from client_app.setup import client_indices, device_for, forget_sources, open_source
 from client_app.state import ResetNeeded
 from keel.experiments.runs import machines_of, status_of
 from keel.experiments.verify import checks, unfinished, verify
@@ -252,6 +253,29 @@ def test_a_run_that_did_not_finish_is_not_passed(run):
     (check,) = checks(folder, rounds=1)
     assert not check.passed
     assert check.found == "the run did not finish: failed: no more disk"
+
+
+def test_a_run_of_a_gpu_is_replayed_on_the_cpu_where_there_is_none(run, monkeypatch):
+    """It failed as if something were wrong with the run."""
+    folder = run({"num-rounds": 1})
+    config = json.loads((folder / "config.json").read_text())
+    for keys in config["config"], config["overrides"]:
+        keys["device"] = "cuda"
+    (folder / "config.json").write_text(json.dumps(config))
+    manifest = read_manifest(folder)
+    manifest["files"]["config.json"] = sha((folder / "config.json").read_bytes())
+    manifest["versions"]["gpu"], manifest["machines"] = "H", ["cuda: H"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    device_for.cache_clear()
+    found = list(checks(folder, rounds=1))
+    device_for.cache_clear()
+    assert all(check.passed for check in found), found
+    texts = [check.found for check in found]
+    assert "device = 'cuda': this machine has 0 GPUs: replayed on the CPU" in texts
+    assert texts[-1].startswith("round 1: ")
 
 
 def test_a_manifest_names_keel_and_every_machine_that_worked_on_the_run(run, monkeypatch):
