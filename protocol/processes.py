@@ -1,10 +1,11 @@
-"""Processes: ending with the parent, what happens to freed memory, how many fit on a machine."""
+"""Processes: ending with the parent, forks, what happens to freed memory, how many fit."""
 
 import ctypes
 import os
 import platform
 import signal
 import sys
+from functools import cache
 
 set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 trim_threshold, mmap_threshold = -1, -3  # parameters of mallopt(3), in bytes
@@ -20,6 +21,26 @@ def end_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
         if os.getppid() != parent:
             os._exit(1)
+
+
+@cache
+def process_with_threads() -> int:
+    """The id of the process that first called this; processes forked from it inherit the value."""
+    return os.getpid()
+
+
+def check_not_forked() -> None:
+    """ValueError in a process forked after a first call: PyTorch would wait for threads there.
+
+    Call it before PyTorch computes: its threads are those of the process that computed first.
+    """
+    import torch
+
+    if process_with_threads() != os.getpid() and torch.get_num_threads() > 1:
+        raise ValueError(
+            "this process was forked after a run had begun or a model was loaded, and lacks its "
+            'parent\'s PyTorch threads: start it with multiprocessing.get_context("spawn")'
+        )
 
 
 def give_back_freed_memory() -> None:

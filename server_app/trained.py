@@ -24,6 +24,7 @@ from client_app.state import StateFolder
 from models import StagedModel
 from protocol.files import digest
 from protocol.messages import Arrays, DatasetSpec
+from protocol.processes import check_not_forked
 from protocol.text import in_one_line, num_of, shortened
 from server_app.history import DAMAGE, HISTORY_FILE, Line, whole_lines
 from server_app.run_directory import read_arrays
@@ -65,6 +66,7 @@ class TrainedModel:
         found = images.dtype if isinstance(images, np.ndarray) else type(images).__name__
         if found != np.uint8:
             raise ValueError(f"images are {found}: expected a NumPy array of uint8, 0..255")
+        check_not_forked()
         x = np.ascontiguousarray(images)
         if x.ndim == 3 and x.shape[-1] not in (1, 3):
             x = x[:, None]
@@ -111,6 +113,7 @@ def load_model(directory: str | Path, client: str = "") -> TrainedModel:
     """
     if not isinstance(client, str):
         raise ValueError(f"client = {client!r}: expected a name, such as client-0000")
+    check_not_forked()
     path = Path(directory).expanduser()
     with torch_defaults():
         model = read_model(path, client)

@@ -17,7 +17,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,7 +27,7 @@ from keel.deployment.simulation import engine_folder, last_line, simulation_supe
 from keel.deployment.superlink import SuperLinkClient, app_directory, run_config
 from keel.runs import FINISHED, SavedRun
 from protocol.options import OptionValue
-from protocol.processes import num_cores
+from protocol.processes import check_not_forked, num_cores
 from protocol.ray_nodes import CPU_WORKERS, Node, devices_by_node
 from server_app.history import HISTORY_FILE, HistoryReader
 from server_app.summary import SUMMARY_FILE, read_manifest
@@ -98,23 +97,6 @@ def run_in_process(job: Job, terminal: Terminal) -> None:
     terminal.phase("reading data")
     with one_run, torch_defaults(), program_log_level():
         run_inline(job.overrides, job.num_clients, observers=[terminal])
-
-
-@cache
-def process_of_runs() -> int:
-    """The id of the process that first called this; processes forked from it inherit the value."""
-    return os.getpid()
-
-
-def check_not_forked() -> None:
-    """ValueError in a process forked after a run, where PyTorch would wait for its threads."""
-    import torch
-
-    if process_of_runs() != os.getpid() and torch.get_num_threads() > 1:
-        raise ValueError(
-            "this process was forked after a run had begun and lacks its parent's PyTorch threads: "
-            'start it with multiprocessing.get_context("spawn")'
-        )
 
 
 class ProgramLog(logging.Handler):

@@ -163,25 +163,37 @@ def test_a_model_is_float32_whatever_a_notebook_has_set(home):
         torch.set_default_dtype(before)
 
 
-FORKED_AFTER_A_RUN = """
-import faulthandler, os, sys, keel, torch
+FORKED = """
+import faulthandler, os, sys, keel, numpy as np, torch
 torch.set_num_threads(2)
 keys = {"method": "fedavg", "model": "cnn-fedreco", "num-rounds": 1, "data-fraction": 0.1}
-keel.run(keys, clients=2, quiet=True)
+images = np.zeros([1000, 8, 8], np.uint8)
+exec(sys.argv[1])  # in the parent
 if child := os.fork():
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 faulthandler.dump_traceback_later(30, exit=True)  # where it waits
 try:
-    keel.run(keys, clients=2, quiet=True)
+    exec(sys.argv[2])
 except ValueError as error:
     print(error, flush=True)
     os._exit(3)
 """
+RUN = "run = keel.run(keys, clients=2, quiet=True)"
 
 
-def test_a_run_in_a_process_that_was_forked_after_a_run_is_refused(home):
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (RUN, RUN),
+        (RUN, "run.model()"),
+        (f"{RUN}; model = run.model()", "model.predict(images)"),
+        ("keel.load_model('').predict(images)", RUN),
+    ],
+)
+def test_a_process_that_was_forked_after_torch_had_computed_is_refused(before, after, home):
     """Its threads are not those of the parent: PyTorch waited for them for ever."""
-    command = [sys.executable, "-c", FORKED_AFTER_A_RUN]
+    keel.run(SMALL, clients=2, quiet=True)
+    command = [sys.executable, "-c", FORKED, before, after]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 3, ended.stderr
     assert 'multiprocessing.get_context("spawn")' in ended.stdout
