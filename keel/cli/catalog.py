@@ -316,10 +316,17 @@ def layers_of(name: str) -> list[Row]:
     return [*rows, classifier | {"width": None}]
 
 
-def datasets(name: NameArgument = None, as_json: JsonOption = False) -> None:
+def datasets(
+    name: NameArgument = None,
+    as_json: JsonOption = False,
+    image_size: Annotated[
+        int, typer.Option(help="Pixels to which images are resized; 0: their own size.")
+    ] = 0,
+) -> None:
     """List the data sets, or show one: its classes and pixel statistics."""
     from data.sources import list_sources, load_source
 
+    resolve_config({"image-size": image_size})
     data_dir, cache_dir = keel_home() / "data", keel_home() / "cache"
     rows = {
         info.name: {
@@ -340,7 +347,7 @@ def datasets(name: NameArgument = None, as_json: JsonOption = False) -> None:
     if name in rows and rows[name]["here"] != "yes":
         show_one(rows[name], {}, as_json)
         return
-    source = load_source(name, data_dir, cache_dir)
+    source = load_source(name, data_dir, cache_dir, image_size)
     facts: Row = {
         "name": source.name,
         "shape": list(source.image_shape),

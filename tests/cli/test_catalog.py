@@ -240,6 +240,20 @@ def test_datasets_say_what_is_here_and_count_classes(printed, home):
     assert shown["std"] == [pytest.approx(images.std() / 255, abs=1e-4)]
 
 
+def test_images_that_need_an_image_size_are_counted_with_one(
+    printed, refusal, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+    images, labels = np.zeros((4, 70, 90), np.uint8), np.array([0, 1, 1, 1])
+    np.savez(tmp_path / "own.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+    name = f"npz:{tmp_path / 'own.npz'}"
+    shown = as_json(printed, "datasets", name, "--image-size", "32")
+    assert shown["shape"] == [1, 32, 32]
+    assert [row["train"] for row in shown["classes"]] == [1, 3]
+    line = refusal("datasets", name, "--image-size", "20")
+    assert "image-size = 20: expected 0, or 28 to 64" in line
+
+
 def test_tables_are_printed_for_people(speed, printed):
     for words in (["methods"], ["methods", "moon"], ["models"], ["datasets"], ["presets"]):
         assert printed(*words).count("\n") > 5
