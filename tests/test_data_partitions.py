@@ -210,8 +210,11 @@ def test_a_large_alpha_is_nearly_uniform(partition):
     assert abs(counts - 100).max() < 50  # 5 sigma
 
 
-def test_dirichlet_is_the_loop_of_the_public_code():
-    """Yurochkin et al.'s: class by class, cut at int(cumulative share * size), until all have 4."""
+def test_dirichlet_is_the_loop_of_the_public_code_without_its_cap():
+    """Yurochkin et al.'s: class by class, cut at int(cumulative share * size), until all have 4.
+
+    Theirs also sets the share of clients that have an equal part of all samples already to 0.
+    """
     labels, num_draws, smallest = balanced_labels(4, 12), 0, set()
     for seed in range(20):
         rng = np.random.Generator(np.random.PCG64(seed))
