@@ -61,6 +61,17 @@ class _Loader(_SafeLoader):  # type: ignore[misc, valid-type]
             raise LineError(node.start_mark.line + 1, f"not YAML: {error}") from error
 
 
+def _default_of(key: str) -> object:
+    return default_config().get(RENAMED_KEYS.get(key, key))
+
+
+def _as_written(node: yaml.Node) -> None:
+    """Have the values of a text key read as written: `norm-bound: off` would be False."""
+    for each in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+        if each.tag == "tag:yaml.org,2002:bool":
+            each.tag = "tag:yaml.org,2002:str"
+
+
 def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> Lines:
     """Keys are text as written, whatever YAML takes them for: `off` would be False, 010 8."""
 
@@ -78,6 +89,9 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> Lines:
             raise LineError(line, f"{key!r} is a duplicate of line {lines[key]}")
         lines[key] = line
     loader.flatten_mapping(node)
+    for key, value in node.value:
+        if isinstance(_default_of(key_of(key)), str):
+            _as_written(value)
     mapping = Lines(
         {key_of(key): loader.construct_object(value, True) for key, value in node.value}
     )

@@ -465,6 +465,16 @@ def test_a_row_is_called_as_it_is_written(name):
     assert parse_recipe(text, Path("r.yaml")).rows[0].name == name
 
 
+def test_off_is_a_word_where_text_is_due():
+    """YAML reads it as False, which was refused as no string."""
+    text = good.replace("config: {", "config: {norm-bound: off, flip: off, ", 1)
+    text = text.partition("claims")[0] + "grid: {norm-bound: [off, median]}\n"
+    recipe = parse_recipe(text, Path("r.yaml"))
+    assert recipe.cells[0].keys["norm-bound"] == "off"
+    assert recipe.cells[0].keys["flip"] is False
+    assert [row.parts[-1] for row in recipe.rows[:2]] == ["norm-bound = off", "norm-bound = median"]
+
+
 RECO = "method: fedreco, local-test-fraction: 0.3, of: personal.mean"
 
 
