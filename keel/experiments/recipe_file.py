@@ -72,6 +72,17 @@ def _as_written(node: yaml.Node) -> None:
             each.tag = "tag:yaml.org,2002:str"
 
 
+def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    """As YAML's, but 010 and 1:30 are refused: YAML 1.1 takes them for 8 and 90."""
+    number: int = loader.construct_yaml_int(node)
+    if re.match(r"[-+]?0[0-9_]", node.value) or ":" in node.value:
+        line = node.start_mark.line + 1
+        raise LineError(
+            line, f"YAML takes {node.value} for {number}: write a plain number or quotes"
+        )
+    return number
+
+
 def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> Lines:
     """Keys are text as written, whatever YAML takes them for: `off` would be False, 010 8."""
 
@@ -106,6 +117,7 @@ _Loader.add_implicit_resolver(
     list("-+0123456789"),
 )
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_mapping)
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
 def current_names(keys: Mapping[str, Any]) -> dict[str, Any]:

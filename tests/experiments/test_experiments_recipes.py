@@ -475,6 +475,13 @@ def test_off_is_a_word_where_text_is_due():
     assert [row.parts[-1] for row in recipe.rows[:2]] == ["norm-bound = off", "norm-bound = median"]
 
 
+@pytest.mark.parametrize(("number", "taken"), [("010", 8), ("1:30", 90)])
+def test_a_number_that_yaml_takes_for_another_is_refused_with_its_line(number, taken):
+    text = good.replace("num-clients: 4", f"num-clients: {number}")
+    with pytest.raises(ValueError, match=f"^r.yaml, line 3: YAML takes {number} for {taken}:"):
+        parse_recipe(text, Path("r.yaml"))
+
+
 RECO = "method: fedreco, local-test-fraction: 0.3, of: personal.mean"
 
 
