@@ -20,10 +20,11 @@ import torch
 import torch.nn.functional as F
 from client_fixtures import Client, initial, make_config, make_round, subject_of, train
 from method_fixtures import METHODS
-from run_fixtures import SMALL, all_models, final_model, resume, same_bits
+from run_fixtures import SMALL, all_models, final_model, history_of, resume, same_bits
 from test_client_graphs import LONG
 from test_client_stacked import STACKABLE, both_ways
 from test_client_waits import train_two_rounds
+from torch.utils import _pytree as pytree
 
 import client_app.graphs
 import client_app.handlers
@@ -393,6 +394,17 @@ def test_a_run_resumes_and_stacks(method, tmp_path, record_property, no_pictures
     assert manifest["versions"]["gpu"] == machine_name()
     assert DEVICE != "cuda" or manifest["machines"] == [f"cuda: {machine_name()}"]
     assert DEVICE == "cuda" or manifest["machines"][0].startswith("cpu: ")
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedreco"])
+def test_diagnostics_are_those_of_a_cpu(method, in_float64, no_pictures):
+    def numbers(device):
+        folder = subject_of(method).run(num_rounds=2, device=device, diagnostics="all")
+        found = [line["diagnostics"] for line in history_of(folder)]
+        assert len(found) == 2
+        return [value or 0.0 for value in pytree.tree_leaves(found)]  # None: of too few samples
+
+    assert numbers(DEVICE) == pytest.approx(numbers("cpu"), rel=1e-4, abs=1e-6)
 
 
 # --- in processes of their own: a full, a shared and a lost GPU -----------------------------------
