@@ -52,7 +52,7 @@ from client_app.worker_socket import (
     worker_variable,
 )
 from protocol.code import code_digest
-from protocol.files import remove_parts
+from protocol.files import naming, remove_parts
 from protocol.flower_compat import CLIENT_FAILED, GPU_LOST, from_bytes, to_bytes
 from protocol.messages import last_accepted_round_of
 from protocol.text import in_one_line, num_of
@@ -329,7 +329,11 @@ def listen(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
     try:
-        listener.bind(str(path))
+        with naming(path):
+            listener.bind(str(path))
+    except OSError:
+        listener.close()
+        raise
     finally:
         os.umask(before)
     listener.listen(64)
