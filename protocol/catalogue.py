@@ -9,6 +9,7 @@ functions. Options and flags therefore have to be literals or calls to `protocol
 import ast
 import copy
 import importlib
+import re
 import sys
 import traceback
 from dataclasses import Field, dataclass, fields, is_dataclass
@@ -73,9 +74,13 @@ def method_stem(name: str) -> str:
 
 @lru_cache(maxsize=1)
 def method_names() -> tuple[str, ...]:
-    """All methods, in alphabetical order: one a file of client_app/methods."""
+    """All methods, in alphabetical order: one a file of client_app/methods.
+
+    Hidden files are ignored: editors and file systems leave some, such as `.#fedavg.py`.
+    """
     stems = (path.stem for path in methods_folder.glob("*.py"))
-    return tuple(sorted(stem.replace("_", "-") for stem in stems if not stem.startswith("_")))
+    names = (stem.replace("_", "-") for stem in stems if not stem.startswith(("_", ".")))
+    return tuple(sorted(names))
 
 
 @lru_cache(maxsize=64)
@@ -84,6 +89,12 @@ def method_spec(name: str) -> MethodSpec:
     if name not in method_names():
         raise ValueError(f"method = {name!r}: expected one of {', '.join(method_names())}")
     path = methods_folder / f"{method_stem(name)}.py"
+    if not path.stem.isidentifier() or not path.exists():
+        stem = re.sub(r"\W+", "_", name)
+        raise ValueError(
+            f"{methods_folder / name}.py: the name of a method's file has letters, digits and "
+            f"underscores: rename it to {stem}.py, whose method is {stem.replace('_', '-')}"
+        )
     tree = _parsed(path)
     classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
     names = [c for c in classes if not c.startswith("_") and _is_method(path, c)]

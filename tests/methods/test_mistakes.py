@@ -17,8 +17,8 @@ from client_app.objective import LocalObjective
 from client_app.split_model import part_phase
 from keel.cli.main import main
 from protocol import catalogue
-from protocol.catalogue import options_class
-from protocol.code import check_signatures, place_of
+from protocol.catalogue import method_names, method_spec, options_class
+from protocol.code import _digest_of, check_signatures, place_of
 from server_app.summary import read_summary
 from strategies import Average, server_half
 from strategies.server_optimizers import ServerOptimizer
@@ -396,6 +396,31 @@ def test_the_previous_model_without_client_state_is_refused_before_training(tmp_
     with pytest.raises(ValueError, match=r"Mine.uses_previous = True: .*; set is_stateful"):
         options_class(tmp_path / "bad.py", "Mine")
     assert options_class(tmp_path / "good.py", "Mine").is_stateful
+
+
+def test_a_hidden_file_is_no_method(tmp_path, monkeypatch):
+    """With Emacs' link beside a file that is being edited, no run began."""
+    (tmp_path / "client_app").mkdir()
+    (tmp_path / "client_app" / "mine.py").write_text("")
+    monkeypatch.setattr("protocol.code.app_folder", tmp_path)
+    monkeypatch.setattr(catalogue, "methods_folder", tmp_path / "client_app")
+    before = _digest_of(["client_app"])
+    (tmp_path / "client_app" / ".#mine.py").symlink_to("nobody@nowhere.1:2")
+    assert _digest_of(["client_app"]) == before
+    assert method_names.__wrapped__() == ("mine",)
+
+
+@pytest.mark.parametrize("name", ["fed-pull", "fed pull"])
+def test_a_file_whose_name_is_no_methods_is_named(name, tmp_path, monkeypatch):
+    """The error named a file that does not exist."""
+    (tmp_path / f"{name}.py").write_text("")
+    monkeypatch.setattr(catalogue, "methods_folder", tmp_path)
+    monkeypatch.setattr(catalogue, "method_names", lambda: (name,))
+    expected = (
+        rf"^{tmp_path}/{name}\.py: the name .* rename it to fed_pull\.py, whose .* is fed-pull$"
+    )
+    with pytest.raises(ValueError, match=expected):
+        method_spec.__wrapped__(name)
 
 
 def test_a_file_that_is_not_utf_8_is_named(tmp_path):
