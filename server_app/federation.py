@@ -179,8 +179,15 @@ def prepare(
     notes = roster_warnings(config, entries, known)  # raises where the method cannot train
     cohort = len(strategy.sample(1))
     config.rounds.check_cohort(cohort)
+    start = Checkpoint(0, returned(strategy.initial_arrays, model), {})
+    unknown = start.arrays.keys() - initial_weights.keys()
+    if method.has_global_model and unknown:
+        raise ValueError(
+            f"{place_of(strategy.initial_arrays)} returned {min(unknown)!r}, which {model.name} "
+            "lacks: return arrays of the network, and others from `extra`"
+        )
     monitor = None
-    if config.rounds.diagnostics:
+    if config.rounds.diagnostics:  # moves the model to the device: what is sent is on the CPU
         architectures = (
             ByName(roster, lambda n: roster[FIRST_NODE + n].model)
             if isinstance(roster, SimulatedRoster)
@@ -207,13 +214,6 @@ def prepare(
     data_of_run = data_digest(source) if is_in_process_grid(grid) else ""
     if resumed and data_of_run:
         check_same_data(resumed.path, config, data_of_run, split)
-    start = Checkpoint(0, returned(strategy.initial_arrays, model), {})
-    unknown = start.arrays.keys() - initial_weights.keys()
-    if method.has_global_model and unknown:
-        raise ValueError(
-            f"{place_of(strategy.initial_arrays)} returned {min(unknown)!r}, which {model.name} "
-            "lacks: return arrays of the network, and others from `extra`"
-        )
     if resumed and resumed.has_checkpoint(config.rounds.checkpoint_interval):
         start = resumed.newest_checkpoint(start.arrays, config.model.model)
         strategy.load(start.state)

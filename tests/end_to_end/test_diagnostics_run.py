@@ -7,6 +7,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,8 @@ from server_app.diagnostics.comparison import (
     probe_of,
 )
 from server_app.diagnostics.monitor import Monitor
+from server_app.federation import prepare
+from server_app.inline import simulation
 from server_app.run_directory import read_arrays, save_arrays
 
 Run = Callable[..., Path]
@@ -279,6 +282,19 @@ def test_real_sites_that_send_no_weights_cannot_be_measured():
     model = build_network(config, source.image_shape, source.num_classes)
     with pytest.raises(ValueError, match="measured in simulation only"):
         Monitor(config, method_of(config), source, model, {}, {"site-a": config.model.model}, False)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedreco"])
+def test_what_is_sent_first_is_on_the_cpu_whatever_measures(method, tmp_path, monkeypatch):
+    """On a GPU the first global arrays were there, and the clients' updates on the CPU."""
+    monkeypatch.setattr(server_app.federation, "device_for", lambda name: torch.device("meta"))
+    keys = (
+        SMALL | PERSONAL | {"method": method, "diagnostics": "drift", "output-dir": str(tmp_path)}
+    )
+    with ExitStack() as held:
+        run = prepare(simulation(3), resolve_config(keys), keys, None, held)
+        assert {array.device.type for array in run.start.arrays.values()} == {"cpu"}
+        assert run.model.classifier.weight.device.type == "meta"
 
 
 # --- the command -----------------------------------------------------------------------------
