@@ -198,8 +198,8 @@ def check_limits(config: RunConfig, node_config: NodeConfig) -> None:
         )
     if privacy.clip_norm > limits.max_clip_norm:
         raise PrivacyRefused(
-            f"privacy.clip-norm = {privacy.clip_norm:g}: this site allows "
-            f"{limits.max_clip_norm:g} or less (privacy-max-clip-norm)"
+            f"privacy.clip-norm = {privacy.clip_norm:.15g}: this site allows "
+            f"{limits.max_clip_norm:.15g} or less (privacy-max-clip-norm)"
         )
     if not privacy.withholds_metrics and not limits.allows_exact_metrics:
         raise PrivacyRefused(

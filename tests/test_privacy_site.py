@@ -71,6 +71,11 @@ LIMITS = [
         r"privacy\.epsilon = 0\.5: its noise is 9\.69 .* 12 ",
     ),
     ({"privacy_max_clip_norm": 0.5}, {}, r"privacy\.clip-norm = 1: this site allows 0\.5 or less"),
+    (  # rounded, it would seem to be allowed
+        {"privacy_max_clip_norm": 2.0},
+        {"clip_norm": 2.0000001},
+        r"privacy\.clip-norm = 2\.0000001: this site allows 2 or less",
+    ),
     ({"privacy_max_clip_norm": 2.0}, {"epsilon": 0.0}, r"privacy\.epsilon = 0: this site"),
     (
         {"privacy_max_clip_norm": 2.0},
