@@ -1,14 +1,42 @@
-"""`flower-superlink`, with the same options, patched in `protocol/flower_compat/superlink.py`."""
+"""`flower-superlink`, with the same options, patched in `protocol/flower_compat/superlink.py`.
 
+Makes the directory of its database, and names a database that it cannot use.
+"""
+
+import argparse
 import os
+import sqlite3
 import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
 
 from keel.deployment.credentials import warn_of_certificates
 from protocol.flower_compat.superlink import main
 from protocol.processes import return_large_blocks
 
+
+def check_database(words: Sequence[str]) -> None:
+    """Make the directory of --database; end the process, with one line, if it cannot be used."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--database", default="")
+    name = parser.parse_known_args(words)[0].database
+    if not name or name.startswith(":"):  # Flower's name for memory
+        return
+    path = Path(name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with closing(sqlite3.connect(path)) as database:
+            database.execute("PRAGMA schema_version")
+        if not os.access(path, os.W_OK):
+            raise PermissionError(f"not writable for user id {os.getuid()}")
+    except (OSError, sqlite3.Error) as error:
+        sys.exit(f"error: --database {path}: {error}")
+
+
 if __name__ == "__main__":
     return_large_blocks()
     os.umask(0o077)  # the database, among others, is for this user alone
     warn_of_certificates(sys.argv[1:])
+    check_database(sys.argv[1:])
     main()

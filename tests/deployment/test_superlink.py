@@ -3,6 +3,7 @@
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from flwr.cli.utils import SUPERLINK_UNAVAILABLE_MESSAGE
@@ -10,6 +11,7 @@ from flwr.cli.utils import SUPERLINK_UNAVAILABLE_MESSAGE
 import keel.deployment.superlink
 from keel.deployment.simulation import simulation_superlink
 from keel.deployment.superlink import CommandTimeout, SuperLinkClient
+from keel.deployment.superlink_server import check_database
 
 
 @pytest.fixture
@@ -99,3 +101,16 @@ def test_missing_programs_of_flower_are_named_with_what_to_do(tmp_path, monkeypa
     ):
         pass
     assert f"{python} -m pip install --force-reinstall --no-deps 'flwr[" in str(error.value)
+
+
+def test_a_database_that_cannot_be_used_is_named_and_its_directory_made(tmp_path):
+    """Flower's traceback of SQLAlchemy did not name the file: /srv/keel of the guide, say."""
+    check_database([f"--database={tmp_path}/srv/keel/superlink.db"])
+    assert (tmp_path / "srv/keel").is_dir()
+    check_database(["--database", ":flwr-in-memory:"])
+    assert not Path(":flwr-in-memory:").exists()
+    (tmp_path / "damaged.db").write_bytes(b"no database" * 100)
+    (tmp_path / "file").touch()
+    for name, why in (("damaged.db", "not a database"), ("file/x.db", "File exists")):
+        with pytest.raises(SystemExit, match=rf"error: --database .*{name}: .*{why}"):
+            check_database(["--port", "1", "--database", str(tmp_path / name)])
