@@ -206,7 +206,7 @@ def verdict_on(claim: Claim, differences: Sequence[float], leads: Sequence[float
     within it, not reproduced if it lies outside; it is open where any pair has no difference.
     """
     if not claim.margin:
-        return judge(leads)
+        return judge(leads, len(differences))
     interval = interval_of(differences)
     if interval is None or len(differences) < len(leads):
         return INCONCLUSIVE
@@ -414,12 +414,13 @@ def half_width_of(deviation: float, number: int) -> float:
     return float(quantile * deviation / math.sqrt(number))
 
 
-def judge(leads: Sequence[float]) -> str:
+def judge(leads: Sequence[float], num_differences: float = math.inf) -> str:
     """The verdict on leads, one a seed, that a claim says are positive.
 
     Decided if the 95 % t interval of the mean does not contain 0. An infinite lead counts as the
     largest finite one on its side, and rules out the other verdict; where more than half are
-    negative and infinite, the claim is not reproduced. Fewer than two finite ones decide nothing.
+    negative and infinite, the claim is not reproduced. Fewer than two finite ones, or differences,
+    decide nothing: the lead over a run that failed is 0, and no difference.
     """
     if len(leads) < 2:
         return INCONCLUSIVE
@@ -428,7 +429,7 @@ def judge(leads: Sequence[float]) -> str:
         return REPRODUCED
     if statistics.median_high(leads) == -math.inf:
         return NOT_REPRODUCED
-    if len(finite) < 2:
+    if min(len(finite), num_differences) < 2:
         return INCONCLUSIVE
     interval = interval_of([max(min(finite), min(lead, max(finite))) for lead in leads])
     assert interval is not None

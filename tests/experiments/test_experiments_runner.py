@@ -1199,6 +1199,14 @@ def test_an_infinite_lead_counts_as_the_largest_on_its_side(leads, verdict):
     assert judge(leads) == verdict
 
 
+def test_one_difference_decides_nothing_beside_runs_that_failed():
+    """Three runs of the better side failed, and two of the other: the claim was not reproduced."""
+    claim = Claim("A above B in c", "A", "B", True, "c")
+    leads = [*3 * [-math.inf], 0.0, 0.0, -5.0]
+    assert verdict_on(claim, [-5.0], leads) == "inconclusive"
+    assert verdict_on(claim, [-5.0], [-math.inf, *leads]) == "not reproduced"  # most failed
+
+
 @pytest.mark.parametrize(
     ("differences", "pairs", "verdict"),  # the half width of [x - 0.1, x, x + 0.1] is 0.248
     [
