@@ -101,7 +101,8 @@ def method_spec(name: str) -> MethodSpec:
     if len(names) != 1:
         raise ValueError(
             f"{path} defines {len(names)} methods ({', '.join(names) or 'none'}): expected one "
-            "subclass of Method or LocalObjective; the name of a base class has to begin with _"
+            "subclass of Method or LocalObjective; the name of a base class has to begin with _, "
+            "and one of another file is imported as `from client_app.MODULE import NAME`"
         )
     options = options_class(path, names[0])
     documentation = ast.get_docstring(tree) or ""
@@ -250,6 +251,8 @@ def _bases(path: Path, name: str) -> dict[str, Path]:
     homes: dict[str, Path] = {}
     for node in _parsed(path).body:
         if isinstance(node, ast.ClassDef):
+            if node.name == name:
+                break  # a base comes before it, and may have its name
             homes[node.name] = path
         elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("client_app."):
             home = app_folder / f"{str(node.module).replace('.', '/')}.py"

@@ -423,6 +423,29 @@ def test_a_file_whose_name_is_no_methods_is_named(name, tmp_path, monkeypatch):
         method_spec.__wrapped__(name)
 
 
+def test_a_class_may_have_the_name_of_its_base(tmp_path):
+    """It ended with: maximum recursion depth exceeded."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from client_app.objective import LocalObjective\n\n\n"
+        "class LocalObjective(LocalObjective):\n    is_stateful = True\n"
+    )
+    assert options_class(path, "LocalObjective").is_stateful
+
+
+def test_a_base_that_is_imported_in_another_way_is_not_found_and_the_error_says_how(
+    tmp_path, monkeypatch
+):
+    """It said that the file has no method."""
+    (tmp_path / "mine.py").write_text(
+        "from client_app.methods.fedavg import FedAvg as Base\n\n\nclass Mine(Base):\n    pass\n"
+    )
+    monkeypatch.setattr(catalogue, "methods_folder", tmp_path)
+    monkeypatch.setattr(catalogue, "method_names", lambda: ("mine",))
+    with pytest.raises(ValueError, match=r"imported as `from client_app\.MODULE import NAME`$"):
+        method_spec.__wrapped__("mine")
+
+
 def test_a_file_that_is_not_utf_8_is_named(tmp_path):
     path = tmp_path / "mine.py"
     path.write_bytes("# André\nclass Mine:\n    pass\n".encode("latin-1"))
