@@ -118,9 +118,10 @@ class Average(Strategy):
 
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
         """The next global arrays: the accepted replies' average, then the server optimizer."""
+        average = self.average(replies)
         # without what is never sent (FedRep's head)
-        trainable = [name for name in self.trainable if name in current]
-        return self.server_optimizer.step(current, self.average(replies), trainable)
+        trainable = [name for name in self.trainable if name in average]
+        return self.server_optimizer.step(current, average, trainable)
 
     def average(self, replies: list[TrainReply]) -> Arrays:
         """The accepted replies' arrays combined; where they were summed as they came, that sum."""

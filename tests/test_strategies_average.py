@@ -681,6 +681,29 @@ def test_a_server_half_that_reads_the_updates_has_them_in_a_large_round_too(monk
         assert torch.equal(array, torch.stack([r.arrays[name] for r in replies]).amax(0))
 
 
+@pytest.mark.parametrize("optimizer", ["fedavg", "fedavgm", "fedadam", "fedacg"])
+def test_clients_may_send_a_part_of_the_model_under_any_server_optimizer(optimizer):
+    """All but the first ended in a KeyError."""
+
+    class OnlyBias(Average):
+        def expected(self, current):
+            return {"0.bias": current["0.bias"]}
+
+        def next_arrays(self, current, replies):
+            return current | super().next_arrays(current, replies)
+
+    current, found = network().state_dict(), []
+    for half in (Average, OnlyBias):
+        strategy = average_of(half=half, server_optimizer=optimizer)
+        messages = [
+            answer(m, replace(r, arrays={n: r.arrays[n] for n in strategy.expected(current)}))
+            for m, r in all_answers(strategy, current)
+        ]
+        found.append(tensors(strategy.aggregate_train(1, messages)[0]))
+    whole, part = found
+    assert same_bits(part, current | {"0.bias": whole["0.bias"]})
+
+
 def test_a_server_half_weights_a_large_round_by_its_own_counts(monkeypatch):
     """It was weighted by numbers of samples."""
 
