@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -122,6 +123,19 @@ def test_the_filter_leaves_rows_that_have_all_words(page):
     page.fill("#filter", "nothing like this")
     assert page.locator("#empty").is_visible()
     assert not page.locator("#none-yet").is_visible()
+
+
+def test_the_same_runs_are_selected_after_back_and_reload(page, base):
+    """The browser restored the boxes by their place: others, once the order had changed."""
+    chosen = {"fedavg-1", "moon-2"}
+    page.get_by_role("columnheader", name="run").get_by_role("button").click()
+    open_comparison(page, *chosen)
+    for move in (page.go_back, page.reload):
+        os.utime(base / "moon-0" / "history.jsonl")  # now the first row
+        move()
+        page.wait_for_selector("#compare:enabled")
+        boxes = page.locator("tbody input:checked").all()
+        assert {box.get_attribute("aria-label") for box in boxes} == {f"Select {c}" for c in chosen}
 
 
 def test_seeds_become_one_curve_with_a_band_and_a_value_under_the_mouse(page):

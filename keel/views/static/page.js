@@ -107,8 +107,11 @@ function runsPage(table) {
   function choose(ids) {
     chosen = new Set(ids);
     for (const box of boxes()) box.checked = chosen.has(box.value);
+    history.replaceState([...chosen], "");  // for "back" and a reload: rows may have moved by then
     update();
   }
+
+  const chooseListed = ids => choose(ids.filter(id => rows().some(row => row.dataset.id === id)));
 
   table.addEventListener("change", () => choose(boxes().filter(b => b.checked).map(b => b.value)));
   filter.addEventListener("input", update);
@@ -119,11 +122,11 @@ function runsPage(table) {
   });
   makeSortable(table);
   setInterval(() => all(".age", table).forEach(showAge), POLL_MS);
-  choose(boxes().filter(box => box.checked).map(box => box.value));  // as restored by "back"
+  chooseListed(history.state ?? []);
   follow(version => `/rows?version=${version}`, news => keepFocus(table, () => {
     table.tBodies[0].innerHTML = news.html;
     sortRows(table);
-    choose([...chosen].filter(id => rows().some(row => row.dataset.id === id)));
+    chooseListed([...chosen]);
   }), 2 * POLL_MS, table.dataset.version);
 }
 
