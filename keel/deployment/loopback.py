@@ -19,7 +19,9 @@ from pathlib import Path
 
 from client_app.worker_socket import worker_status, worker_variable
 from keel.deployment.credentials import make_credentials
+from keel.deployment.simulation import locked
 from keel.deployment.superlink import SuperLinkClient, captured, environment, free_ports, run_config
+from keel.runs import LOCK_FILE
 from protocol.config import app_folder
 from protocol.files import private_files
 from protocol.options import OptionValue
@@ -270,13 +272,19 @@ def deploy_and_run(
     """Deploy on this machine and run once; whether the run finished, and its log.
 
     app: directory of the Flower app. root: of logs and state; None: a temporary directory.
-    TimeoutError, with how to continue the run, if it does not end in time.
+    TimeoutError, with how to continue the run, if it does not end in time. ValueError if another
+    deployment is running in `root`: their clients have the same keys.
     """
     state = state_hint(root)
     with contextlib.ExitStack() as stack:
         if root is None:
             root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="keel-")))
         root.mkdir(parents=True, exist_ok=True)
+        refusal = (
+            f"--folder {root}: another deployment is running there: wait for it or stop it, or "
+            "choose another folder"
+        )
+        stack.enter_context(locked(root / LOCK_FILE, refusal))
         local = stack.enter_context(running(root, partitions(num_clients)))
         run_id = local.superlink.submit(overrides, app)
         try:

@@ -168,10 +168,10 @@ def marked_processes(mark: str) -> list[int]:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, refusal: str = "") -> Iterator[None]:
     """Hold a lock on the file, which contains this process's id: `keel stop` finds it there.
 
-    ValueError if another process holds it for longer than a look at it takes.
+    ValueError if another process holds it for longer than a look at it takes. refusal: its text.
     """
     with path.open("ab", buffering=0) as file:
         deadline = time.monotonic() + LOCK_TIMEOUT_S
@@ -182,7 +182,8 @@ def locked(path: Path) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise ValueError(
-                        f"a run named {path.parent.name} is running: wait for it or stop it, or "
+                        refusal
+                        or f"a run named {path.parent.name} is running: wait for it or stop it, or "
                         "start a new one under another name, with run-name=NAME"
                     ) from None
                 time.sleep(0.05)

@@ -14,6 +14,8 @@ from tools.processes import descendants
 import keel.deployment.loopback
 from keel.cli.main import main
 from keel.deployment.loopback import LocalProcess, deploy_and_run, restarting
+from keel.deployment.simulation import locked
+from keel.runs import LOCK_FILE
 from protocol.config import app_folder
 
 sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -114,6 +116,15 @@ def test_the_limit_of_a_run_says_how_to_continue_it(tmp_path, monkeypatch):
             deploy_and_run(app_folder, {}, 2, root, 9)
         assert str(caught.value).startswith("run 7 is running after 9 s, the limit of --timeout")
         assert f"with resume=DIRECTORY{hint}" in str(caught.value)
+
+
+def test_a_folder_takes_one_deployment_at_a_time(tmp_path):
+    """A second one got the first's clients, which have the same keys, and lost them with it."""
+    with (
+        locked(tmp_path / LOCK_FILE),
+        pytest.raises(ValueError, match=rf"--folder {tmp_path}: another deployment is running"),
+    ):
+        deploy_and_run(app_folder, {}, 2, tmp_path, 9)
 
 
 def test_a_resumed_run_stays_where_it_is(monkeypatch):
