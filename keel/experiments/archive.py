@@ -268,6 +268,8 @@ def lines(history: Sequence[Line]) -> Iterator[dict[str, Any]]:
         for key, name, _ in CURVES:
             if key in line:
                 small.setdefault(key, {})[name] = round(line[key][name], 5)
+        if line.get("global", {}).get("loss", 0.0) is None:  # the sign of divergence
+            small["global"]["loss"] = None
         yield small
 
 

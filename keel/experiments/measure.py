@@ -76,6 +76,7 @@ class History:
     aggregated; rounds_not_finite: rounds with one whose values were not finite, or too large.
     num_not_evaluated, rounds_partial: likewise of clients that could not be evaluated; in these
     rounds the curves of the clients have no point, which would be of the others alone.
+    rounds_diverged: in which the global model's loss was not finite; its curve has no point there.
     """
 
     def __init__(self, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -83,7 +84,7 @@ class History:
         self.clocks = {name: array("d") for name in CLOCKS}
         self.diagnostics: list[tuple[int, Mapping[str, Any]]] = []
         self.num_left_out = self.rounds_not_finite = 0
-        self.num_not_evaluated = self.rounds_partial = 0
+        self.num_not_evaluated = self.rounds_partial = self.rounds_diverged = 0
         self._points: dict[str, tuple[array[int], array[float]]] = {
             curve: (array("l"), array("d")) for curve in CURVES
         }
@@ -98,12 +99,14 @@ class History:
             self.num_not_evaluated += line.get("num_evaluation_left_out", len(unevaluated))
             is_partial = any(map(is_divergence, unevaluated.values()))
             self.rounds_partial += is_partial
+            has_diverged = line.get("global", {}).get("loss", 0.0) is None
+            self.rounds_diverged += has_diverged
             for name in CLOCKS:
                 if name in line:
                     self.clocks[name].append(line[name])
             for curve, (rounds, values) in self._points.items():
                 key, _, name = curve.partition(".")
-                if is_partial and key != "global":
+                if has_diverged if key == "global" else is_partial:
                     continue
                 if key in line and line[key][name] is not None:
                     rounds.append(number)

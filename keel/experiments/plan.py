@@ -309,7 +309,9 @@ def result_of(cell: Cell, options: Options, output: Path) -> Result:
     failures = {int(run.keys["seed"]): run.failure() for run in runs}
     for run in runs:
         if (directory := run.finished()) and numbers[seed := int(run.keys["seed"])] is None:
-            failures[seed] = DIVERGED if history_in(directory).rounds_partial else FAILED
+            history = history_in(directory)
+            has_diverged = history.rounds_partial or history.rounds_diverged
+            failures[seed] = DIVERGED if has_diverged else FAILED
     read = [directory for run in [*tried, *runs] if (directory := run.ended())]
     return Result(
         cell=cell,

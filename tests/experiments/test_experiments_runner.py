@@ -1346,6 +1346,20 @@ def test_a_run_without_the_number_due_counts_against_its_claim(reason, word, has
     assert f"| FedProx | –; {word} 3/3; evaluations left out: 3{rounds} |" in page.read_text()
 
 
+def test_a_run_whose_global_model_has_a_loss_that_is_not_finite_has_diverged(tmp_path):
+    """Its accuracy, of chance, made a verdict for the other side."""
+    recipe, runs = all_run(tmp_path, accuracy=leading([50, 50, 50]))
+    for run in runs:
+        if run.keys["method"] == "fedavg":
+            path = run.folder / "attempt" / "history.jsonl"
+            *earlier, line = lines_of(path)
+            line["global"]["loss"] = None  # as NaN is recorded
+            write_lines(path, [*earlier, line])
+    (claim,) = claims_of(recipe, tmp_path)
+    assert (claim.verdict, claim.failures) == ("inconclusive", "FedAvg diverged 3/3")
+    assert "| FedAvg | –; diverged 3/3 |" in write_report(tmp_path)[1].read_text()
+
+
 def test_after_two_seeds_of_which_one_never_reached_it_a_second_is_not_what_decides():
     (claim,) = judged_sides(times, {0: 6.0, 1: 5.0}, {0: 6.0, 1: math.inf}, seeds=[0, 1])
     assert (claim.verdict, claim.decide) == ("inconclusive", "more seeds")

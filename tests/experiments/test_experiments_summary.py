@@ -718,6 +718,7 @@ def test_a_copy_keeps_the_sign_of_divergence(output):
     (path, *_) = sorted(output.glob("runs/*/attempt/history.jsonl"))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[3]["left_out"] = {"a": "not finite"} | {f"b{n}": "no answer" for n in range(150)}
+    lines[4]["global"] = {"accuracy": 0.1, "loss": None}
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     status = f"failed: {'x' * 300} is not finite"
     path.with_name("summary.json").write_text(json.dumps({"status": status}))
@@ -728,6 +729,7 @@ def test_a_copy_keeps_the_sign_of_divergence(output):
     assert status_of(path.parent) == status_of(copy) == "diverged"
     found = History(read_history(copy))
     assert (found.num_left_out, found.rounds_not_finite) == (151, 1)
+    assert found.rounds_diverged == 1
 
 
 @pytest.mark.parametrize(
