@@ -66,7 +66,7 @@ def strategy_for(config: RunConfig, model: StagedModel) -> Average:
             "first"
         )
     if epsilon := config.privacy.epsilon:
-        sent = strategy.expected(returned(strategy.initial_arrays, model))
+        sent = returned(strategy.expected, returned(strategy.initial_arrays, model))
         for name, array in sent.items():
             if not array.is_floating_point():
                 kind = str(array.dtype).removeprefix("torch.")

@@ -7,6 +7,7 @@ sampled by name from the run's seed (strategies/sampling.py), replies are valida
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import ClassVar
@@ -32,7 +33,7 @@ from protocol.messages import (
     tensors,
 )
 from protocol.packing import DTYPES
-from protocol.text import num_of, shortened
+from protocol.text import in_one_line, num_of, shortened
 from strategies.aggregation import RunningMean, aggregate, capped_counts
 from strategies.backoff import Backoff
 from strategies.sampling import FIRST_NODE, ClientNames, name_of, sample_cohort, sample_numbers
@@ -128,7 +129,7 @@ class Average(Strategy):
         like = self.expected(self.current)
         if self.running:
             return self._summed(self.running, replies, like).mean(like)
-        weights = self.counts(replies) if self.is_weighted_by_examples else [1.0] * len(replies)
+        weights = self._weights(replies)
         if self.is_large:
             by_name = dict(zip((reply.client for reply in replies), weights, strict=True))
             by_name = self.streamed_weights() or by_name  # with the bits of a sum as they come
@@ -154,6 +155,19 @@ class Average(Strategy):
             for name, array in found.items():
                 array.add_(reply.extra[name], alpha=shares[reply.client])
         return found
+
+    def _weights(self, replies: list[TrainReply]) -> list[float]:
+        """The weight of each reply in the average. ValueError unless `counts` returned one each."""
+        if not self.is_weighted_by_examples:
+            return [1.0] * len(replies)
+        counts = self.counts(replies)
+        weights = [float(n) for n in counts] if isinstance(counts, Iterable) else []
+        if len(weights) != len(replies) or not 0 < sum(weights) < math.inf:
+            raise ValueError(
+                f"{place_of(self.counts)} returned {in_one_line(repr(counts), 80)}: "
+                f"expected {num_of('number', replies)}, one a reply, with a sum above 0"
+            )
+        return weights
 
     def _summed(self, running: RunningMean, replies: list[TrainReply], like: Arrays) -> RunningMean:
         """The running sums. ValueError unless they have these arrays, of these replies alone."""
@@ -379,7 +393,8 @@ class Average(Strategy):
 
         With room for what the transport adds.
         """
-        arrays, extra = self.expected(self.current), returned(self.expected_extra)
+        arrays = returned(self.expected, self.current)
+        extra = returned(self.expected_extra)
         return ExpectedReply(0, arrays, extra, {}).max_bytes + RECORD_BYTES
 
     @property
@@ -476,7 +491,8 @@ class Average(Strategy):
 
     def _begin_round(self, server_round: int) -> tuple[Validation, RunningMean | None]:
         """Prepare for the replies to `configure_train`."""
-        expected, extra = self.expected(self.current), returned(self.expected_extra)
+        expected = returned(self.expected, self.current)
+        extra = returned(self.expected_extra)
         self.validation = self._validation(server_round, expected, extra)
         weights = {} if self.keeps_updates else self.streamed_weights()
         shares = self.extra_shares(list(weights)) if weights else {}

@@ -64,7 +64,7 @@ def test_the_arrays_of_a_server_half_are_checked(returned, found, run, monkeypat
 
 
 @pytest.mark.parametrize(
-    "name", ["extra", "own_extra", "own_state", "expected_extra", "initial_arrays"]
+    "name", ["extra", "own_extra", "own_state", "expected", "expected_extra", "initial_arrays"]
 )
 @pytest.mark.parametrize(
     ("value", "found"),
@@ -80,6 +80,21 @@ def test_what_else_a_server_half_returns_is_checked(name, value, found, run, mon
 
     monkeypatch.setattr(Average, name, mistaken)
     with pytest.raises(ValueError, match=rf"mistaken \(.*:\d+\) returned {found}: expected a dict"):
+        run(QUICK)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"), [(None, "None"), ([1.0], "[1.0]"), ([0.0] * 4, "[0.0, 0.0,"), (3, "3")]
+)
+def test_the_weights_of_a_server_half_are_checked(value, found, run, monkeypatch):
+    """One number too few ended in: zip() argument 2 is shorter than argument 1."""
+
+    def mistaken(self, replies):
+        return value
+
+    monkeypatch.setattr(Average, "counts", mistaken)
+    expected = rf"mistaken \(.*:\d+\) returned {re.escape(found)}.*: expected 4 numbers"
+    with pytest.raises(ValueError, match=expected):
         run(QUICK)
 
 
