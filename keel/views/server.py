@@ -298,7 +298,7 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
             "view": view,
             "note": compare_page.note(view),
             "axes": compare_page.AXES,
-            "ids": [entry.id for entry, _ in chosen],
+            "ids": list(dict.fromkeys(ids)),  # the page asks again for all of them
             "num_left_out": len(set(ids)) - len(chosen),
             "max_runs": compare_page.MAX_RUNS,
         }

@@ -157,6 +157,13 @@ def test_a_directory_without_runs_says_how_to_start_one(pages, tmp_path):
     assert '<p id="none-yet" hidden>' in pages.get("/").text
 
 
+def test_a_comparison_asks_again_for_the_runs_that_it_leaves_out(pages):
+    """Its form lacked them: the first answer to its script removed the note about them."""
+    text = pages.get(f"/compare?run={pages.id_of('one')}&run=gone").text
+    form = re.findall(r'<input type="hidden" name="run" value="(.*?)">', text)
+    assert form == [pages.id_of("one"), "gone"]
+
+
 def test_a_comparison_says_that_a_selected_run_is_gone(pages, tmp_path):
     make_run(tmp_path / "runs" / "two", {"method": "moon"}, 3)
     query = f"run={pages.id_of('one')}&run={pages.id_of('two')}"
