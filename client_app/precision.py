@@ -37,27 +37,6 @@ def cpu_has_bf16() -> bool:
     return bool(flags.get("amx_bf16") or flags.get("avx512_bf16"))
 
 
-@contextmanager
-def torch_defaults() -> Iterator[None]:
-    """Within: tensors on the CPU, float32 and gradients, whatever a notebook has set.
-
-    Its settings come back.
-    """
-    dtype, num_threads = torch.get_default_dtype(), torch.get_num_threads()
-    is_cpu = torch.get_default_device().type == "cpu"  # this context would slow down every call
-    torch.set_default_dtype(torch.float32)
-    try:
-        with (
-            nullcontext() if is_cpu else torch.device("cpu"),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-        ):
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-        torch.set_num_threads(num_threads)
-
-
 def of_evaluation(precision: str) -> str:
     """The precision of evaluation in a run of this precision."""
     return "tf32" if precision == "auto" else "fp32"
@@ -67,21 +46,17 @@ def of_evaluation(precision: str) -> str:
 def products(precision: str) -> Iterator[None]:
     """A context with GPU matrix products, convolutions and RNNs in TF32 under "tf32", else float32.
 
-    By default torch lets convolutions and RNNs use TF32. On a CPU they are always in float32, also
-    after `torch.set_float32_matmul_precision`, with which torch may use bfloat16 there.
+    By default torch lets convolutions and RNNs use TF32. Without a GPU nothing changes.
     """
-    cudnn, cpu = torch.backends.cudnn, torch.backends.mkldnn
-    on_gpu: list[Any] = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn]  # type: ignore[attr-defined]  # defined at import
-    on_cpu: list[Any] = [cpu.matmul, cpu.conv, cpu.rnn]  # type: ignore[attr-defined]  # as above
-    before = [(place, place.fp32_precision) for place in (*on_gpu, *on_cpu)]
-    for place in on_gpu:
+    cudnn = torch.backends.cudnn
+    places: list[Any] = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn]  # type: ignore[attr-defined]  # defined at import
+    before = [place.fp32_precision for place in places]
+    for place in places:
         place.fp32_precision = "tf32" if precision == "tf32" else "ieee"
-    for place in on_cpu:
-        place.fp32_precision = "ieee"
     try:
         yield
     finally:
-        for place, value in before:
+        for place, value in zip(places, before, strict=True):
             place.fp32_precision = value
 
 

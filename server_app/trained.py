@@ -17,7 +17,6 @@ from torch import Tensor
 
 from client_app.methods import method_of
 from client_app.node_config import own_architecture
-from client_app.precision import torch_defaults
 from client_app.samples import Pixels
 from client_app.setup import build_network
 from client_app.state import StateFolder
@@ -115,8 +114,7 @@ def load_model(directory: str | Path, client: str = "") -> TrainedModel:
         raise ValueError(f"client = {client!r}: expected a name, such as client-0000")
     check_not_forked()
     path = Path(directory).expanduser()
-    with torch_defaults():
-        model = read_model(path, client)
+    model = read_model(path, client)
     check_rounds(path)
     return model
 
@@ -211,7 +209,8 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
             f"{config.rounds.method} has no global model: name a client, such as {example} "
             "(--client, or load_model(..., client=...))"
         )
-    network = build_network(config, data.image_shape, data.num_classes, name)
+    with torch.device("cpu"):  # a notebook may have set another default, of the type, too
+        network = build_network(config, data.image_shape, data.num_classes, name).float()
     try:
         network.load_state_dict(arrays)
     except RuntimeError as error:

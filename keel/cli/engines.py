@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -90,13 +90,42 @@ def run_in_process(job: Job, terminal: Terminal) -> None:
     """Execute the run in this process, one client after the other."""
     terminal.phase("loading PyTorch")
     with uninterrupted():
-        from client_app.precision import torch_defaults
         from server_app.inline import run_inline
 
     check_not_forked()
     terminal.phase("reading data")
     with one_run, torch_defaults(), program_log_level():
         run_inline(job.overrides, job.num_clients, observers=[terminal])
+
+
+@contextmanager
+def torch_defaults() -> Iterator[None]:
+    """Within: tensors on the CPU, float32 and gradients, whatever a notebook has set.
+
+    Its settings come back.
+    """
+    import torch
+
+    dtype, num_threads = torch.get_default_dtype(), torch.get_num_threads()
+    onednn = torch.backends.mkldnn  # in bfloat16 after torch.set_float32_matmul_precision("medium")
+    places: list[Any] = [onednn.matmul, onednn.conv, onednn.rnn]  # type: ignore[attr-defined]  # defined at import
+    before = [place.fp32_precision for place in places]
+    is_cpu = torch.get_default_device().type == "cpu"  # this context would slow down every call
+    torch.set_default_dtype(torch.float32)
+    for place in places:
+        place.fp32_precision = "ieee"
+    try:
+        with (
+            nullcontext() if is_cpu else torch.device("cpu"),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
+            yield
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.fp32_precision = value
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads(num_threads)
 
 
 class ProgramLog(logging.Handler):

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from run_fixtures import final_model, history_of, same_bits
 
 import keel
+from keel.cli.engines import torch_defaults
 
 root = Path(__file__).parent.parent.parent
 notebook = root / "docs" / "keel-in-a-notebook.ipynb"
@@ -124,16 +125,31 @@ def test_a_run_says_no_more_in_a_programs_log_than_its_level_asks_for(home, capl
 def test_a_run_neither_reads_nor_changes_torchs_settings(home):
     expected = final_model(keel.run(SMALL, clients=2, quiet=True).directory)
     before = torch.get_default_dtype(), torch.get_num_threads()
+    precision, products = torch.get_float32_matmul_precision(), torch.backends.mkldnn.matmul
     try:
         torch.set_default_dtype(torch.float64)
         torch.set_num_threads(2)
+        torch.set_float32_matmul_precision("medium")  # on some CPUs in bfloat16
         with torch.inference_mode():
             run = keel.run(SMALL, clients=2, quiet=True)
         assert (torch.get_default_dtype(), torch.get_num_threads()) == (torch.float64, 2)
+        assert products.fp32_precision == "bf16"
     finally:
+        torch.set_float32_matmul_precision(precision)
         torch.set_default_dtype(before[0])
         torch.set_num_threads(before[1])
     assert same_bits(expected, final_model(run.directory))
+
+
+def test_products_on_a_cpu_are_in_float32_whatever_a_notebook_has_set():
+    before, products = torch.get_float32_matmul_precision(), torch.backends.mkldnn.matmul
+    try:
+        torch.set_float32_matmul_precision("medium")
+        with torch_defaults():
+            assert products.fp32_precision == "ieee"
+        assert products.fp32_precision == "bf16"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_a_default_device_of_a_notebook_does_not_matter(home):
