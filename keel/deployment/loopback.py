@@ -119,6 +119,7 @@ class Loopback:
         prefixes: words before each command of `server` or of a client, by name, such as those that
         enter a network namespace.
         """
+        root = root.absolute()  # its processes have the app's as their working directory
         self.root, self.clients, self.host = root, list(clients), host
         self.prefixes = prefixes or {}
         self.credentials = root / "credentials"

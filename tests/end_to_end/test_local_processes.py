@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from tools.processes import descendants
 
 import keel.deployment.loopback
 from keel.cli.main import main
-from keel.deployment.loopback import LocalProcess, deploy_and_run, restarting
+from keel.deployment.loopback import LocalProcess, Loopback, deploy_and_run, restarting
 from keel.deployment.simulation import locked
 from keel.runs import LOCK_FILE
 from protocol.config import app_folder
@@ -116,6 +117,15 @@ def test_the_limit_of_a_run_says_how_to_continue_it(tmp_path, monkeypatch):
             deploy_and_run(app_folder, {}, 2, root, 9)
         assert str(caught.value).startswith("run 7 is running after 9 s, the limit of --timeout")
         assert f"with resume=DIRECTORY{hint}" in str(caught.value)
+
+
+def test_a_folder_may_be_relative(tmp_path, monkeypatch):
+    """No process found its credentials: theirs is the app's directory, in which one was made."""
+    monkeypatch.chdir(tmp_path)
+    local = Loopback(Path("state"), ["a"])
+    paths = [local.root, local.credentials, local.superlink.environment["FLWR_HOME"]]
+    assert all(Path(path).is_relative_to(tmp_path / "state") for path in paths)
+    assert all(word.startswith("/") for word in local.supernode_command("a", {}) if ".key" in word)
 
 
 def test_a_folder_takes_one_deployment_at_a_time(tmp_path):
