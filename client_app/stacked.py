@@ -278,7 +278,8 @@ class Stack:
         self.methods, self.ctxs, self.config = methods, ctxs, common_config(ctxs)
         self.models, self.train = [ctx.model for ctx in ctxs], ctxs[0].config.train
         self.precision, self.device = ctxs[0].precision, ctxs[0].device
-        trained = [names_of(*pair) for pair in zip(self.models, phases, strict=True)]
+        key = key_of_stack(self.config)
+        trained = [names_of(*pair, key) for pair in zip(self.models, phases, strict=True)]
         alike = {
             (tuple(n), p.momentum, p.weight_decay) for n, p in zip(trained, phases, strict=True)
         }
@@ -420,9 +421,17 @@ def common_config(ctxs: Sequence[RoundContext]) -> RunConfig:
     return replace(config, flat=flat) if len(flat) < len(config.flat) else config
 
 
-def names_of(model: nn.Module, phase: Phase) -> list[str]:
-    """The names of the parameters that the phase trains, in its order."""
+def names_of(model: nn.Module, phase: Phase, key: str) -> list[str]:
+    """The names of the parameters that the phase trains, in its order.
+
+    ValueError if one is not the model's.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    if not names.keys() >= set(map(id, phase.parameters)):
+        raise ValueError(
+            f"{key}: the phase of {name_of(phase.terms)} trains a tensor that is not a parameter "
+            f"of ctx.model; set {key} to 1"
+        )
     return [names[id(parameter)] for parameter in phase.parameters]
 
 

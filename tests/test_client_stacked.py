@@ -315,6 +315,21 @@ def test_a_loss_that_captures_what_differs_between_clients_is_refused():
     assert_same_updates(alone, together, rtol=1e-4)
 
 
+def test_a_trained_tensor_of_another_module_is_refused():
+    """The reason was a KeyError with a number."""
+
+    class Prompted(METHODS["fedavg"]):
+        def phases(self, ctx):
+            phase = objective_phase(self, ctx)
+            prompt = torch.nn.Parameter(torch.zeros(3))
+            yield dataclasses.replace(phase, parameters=[*phase.parameters, prompt])
+
+    subject = subject_of("fedavg")
+    ctxs = rounds_of(subject, subject.config(local_epochs=1), ProcessCache())
+    with pytest.raises(ValueError, match=r"^clients-per-step: the phase of .* not a parameter"):
+        together_of(Prompted(), ctxs)
+
+
 class LooksFirst(METHODS["fedavg"]):
     """Measures the loss over the client's samples before it trains."""
 
