@@ -205,6 +205,8 @@ def executed(arguments: Sequence[str] | None) -> int:
     except click.Abort:
         return 130
     except (ValueError, OSError, RuntimeError) as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # in `__set_name__`, as in an import
+            return 130
         print(f"error: {one_line(described(error))}", file=sys.stderr)
         return 2 if isinstance(error, ValueError | FileNotFoundError) else 1
     except SyntaxError as error:  # in a file of a model or method of the user's own

@@ -212,6 +212,18 @@ def test_ctrl_c_while_keel_is_imported_is_no_traceback(monkeypatch):
     assert keel.__main__.main() == 130
 
 
+def test_ctrl_c_while_a_class_is_made_is_no_error(monkeypatch, capsys):
+    """Python 3.11 wraps what `__set_name__` raises in a RuntimeError: exit code 1 and its text."""
+
+    class Interrupted:
+        def __set_name__(self, owner, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("keel.cli.runs.find_run", lambda name: type("C", (), {"x": Interrupted()}))
+    assert main(["status", "x"]) == 130
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("cause", [KeyboardInterrupt(), None])
 def test_ctrl_c_while_an_extension_is_imported_is_no_traceback(cause, monkeypatch, capsys):
     """Matplotlib's raises an ImportError, which numpy's would wrap in another."""
