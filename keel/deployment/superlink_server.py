@@ -1,6 +1,6 @@
 """`flower-superlink`, with the same options, patched in `protocol/flower_compat/superlink.py`.
 
-Makes the directory of its database, and names a database that it cannot use.
+Creates the directory of its database, and names a database that cannot be used.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from protocol.processes import return_large_blocks
 
 
 def check_database(words: Sequence[str]) -> None:
-    """Make the directory of --database; end the process, with one line, if it cannot be used."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--database", default="")
+    """Create the directory of --database; end the process, with one line, if it is unusable."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--database", nargs="?")  # Flower refuses it without a value
     name = parser.parse_known_args(words)[0].database
-    if not name or name.startswith(":"):  # Flower's name for memory
+    if not name or name.startswith(":"):  # such as :flwr-in-memory:
         return
     path = Path(name)
     try:

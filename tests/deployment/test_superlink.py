@@ -104,11 +104,12 @@ def test_missing_programs_of_flower_are_named_with_what_to_do(tmp_path, monkeypa
 
 
 def test_a_database_that_cannot_be_used_is_named_and_its_directory_made(tmp_path):
-    """Flower's traceback of SQLAlchemy did not name the file: /srv/keel of the guide, say."""
+    """Flower's traceback, SQLAlchemy's, did not name the file."""
     check_database([f"--database={tmp_path}/srv/keel/superlink.db"])
     assert (tmp_path / "srv/keel").is_dir()
     check_database(["--database", ":flwr-in-memory:"])
     assert not Path(":flwr-in-memory:").exists()
+    check_database(["--database", "--insecure"])  # Flower refuses it
     (tmp_path / "damaged.db").write_bytes(b"no database" * 100)
     (tmp_path / "file").touch()
     for name, why in (("damaged.db", "not a database"), ("file/x.db", "File exists")):
