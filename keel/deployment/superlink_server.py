@@ -20,8 +20,8 @@ def check_database(words: Sequence[str]) -> None:
     """Create the directory of --database; end the process, with one line, if it is unusable."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--database", nargs="?")  # Flower refuses it without a value
-    name = parser.parse_known_args(words)[0].database
-    if not name or name.startswith(":"):  # such as :flwr-in-memory:
+    name = (parser.parse_known_args(words)[0].database or "").strip()
+    if not name or name.startswith(":") or "://" in name:  # such as :flwr-in-memory:, or a URL
         return
     path = Path(name)
     try:

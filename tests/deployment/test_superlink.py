@@ -1,9 +1,9 @@
 """The client of a SuperLink: failures that pass, and those that do not."""
 
+import os
 import resource
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from flwr.cli.utils import SUPERLINK_UNAVAILABLE_MESSAGE
@@ -103,13 +103,15 @@ def test_missing_programs_of_flower_are_named_with_what_to_do(tmp_path, monkeypa
     assert f"{python} -m pip install --force-reinstall --no-deps 'flwr[" in str(error.value)
 
 
-def test_a_database_that_cannot_be_used_is_named_and_its_directory_made(tmp_path):
+def test_a_database_that_cannot_be_used_is_named_and_its_directory_made(tmp_path, monkeypatch):
     """Flower's traceback, SQLAlchemy's, did not name the file."""
+    monkeypatch.chdir(tmp_path)
     check_database([f"--database={tmp_path}/srv/keel/superlink.db"])
     assert (tmp_path / "srv/keel").is_dir()
-    check_database(["--database", ":flwr-in-memory:"])
-    assert not Path(":flwr-in-memory:").exists()
+    for name in (":flwr-in-memory:", f"sqlite:///{tmp_path}/x.db", "sqlite:///:memory:"):
+        check_database(["--database", name])  # which Flower takes, and are no paths
     check_database(["--database", "--insecure"])  # Flower refuses it
+    assert os.listdir() == ["srv"]
     (tmp_path / "damaged.db").write_bytes(b"no database" * 100)
     (tmp_path / "file").touch()
     for name, why in (("damaged.db", "not a database"), ("file/x.db", "File exists")):
