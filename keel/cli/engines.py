@@ -38,6 +38,7 @@ STARTED = re.compile(r"started run (\d+)")
 REPLIES = re.compile(r"\d\d:\d\d:\d\d (.+): (\d+) of (\d+) clients have answered")
 ROUND = re.compile(r"\d\d:\d\d:\d\d round (\d+)/\d+: ")
 DIRECTORY = re.compile(r"\d\d:\d\d:\d\d run directory (.+)")
+STOPPED = re.compile(r"\d\d:\d\d:\d\d stopping: round \d+ is done")
 one_run = threading.RLock()  # at a time: runs share torch's default generator and Keel's log
 
 
@@ -319,6 +320,8 @@ def run_on_deployment(job: Job, terminal: Terminal) -> None:
         if status != "finished:completed":
             ended = status.removeprefix("finished:") or "did not start"
             reason = flower.reason() if status else unreachable(job) or flower.reason()
+            if STOPPED.fullmatch(reason):  # by `keel stop` on the server
+                raise KeyboardInterrupt
             raise RuntimeError(f"the run {ended}: {reason}")
 
 

@@ -176,6 +176,19 @@ def test_a_run_goes_on_while_its_superlink_restarts(monkeypatch, end):
     assert stopped == ([12] if end == "Ctrl-C" else [])
 
 
+def test_a_run_that_is_stopped_on_the_server_has_not_failed(monkeypatch):
+    def start(self, job, arguments):
+        text = "12:00:01 round 1/5: accuracy 9.00 %\n12:00:02 stopping: round 1 is done\n"
+        self.read(io.StringIO(f"Successfully started run 12\n{text}"))
+
+    monkeypatch.setattr(FlowerRun, "start", start)
+    monkeypatch.setattr(SuperLinkClient, "run_info", lambda *_: {"status": "finished:failed"})
+    terminal = SimpleNamespace(phase=lambda text: None, print=lambda line, markup: None)
+    with pytest.raises(KeyboardInterrupt):
+        run_on_deployment(Job({}, 2, federation="localhost:1"), terminal)
+    assert terminal.last_round == 1
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_run_whose_whole_log_does_not_fit_on_the_disk_has_still_finished():
     """It finished while the log was broken off: the error of writing the log was reported."""
