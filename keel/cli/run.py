@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CLIENTS = 10
 NOT_STARTED = "stopped before the run started: nothing was saved"
+NOT_RESUMED = "stopped before the run was resumed: it is unchanged"
 
 
 Engine = StrEnum("Engine", ["inline", "flower", "deployment"])  # what executes a run
@@ -217,7 +218,7 @@ def execute(
         engine, job, terminal = prepared(overrides, options, quiet, hidden)
     except KeyboardInterrupt:
         if not quiet:
-            print(NOT_STARTED)
+            print(NOT_RESUMED if overrides.get("resume") else NOT_STARTED)
         raise
     with terminal:
         try:

@@ -203,6 +203,18 @@ def test_nan_is_not_said_to_be_renamed(home, refusal, caplog):
     assert caplog.text == ""
 
 
+def test_ctrl_c_before_a_run_resumes_says_that_it_is_unchanged(home, capsys, monkeypatch):
+    """It was "stopped before the run started: nothing was saved", of a run with finished rounds."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    make_run(home / "runs" / "mine", {"method": "fedavg"}, 3, status="stopped", num_written=2)
+    monkeypatch.setattr("keel.cli.plan.plan_rows", interrupted)
+    assert main(["resume", "mine"]) == 130
+    assert capsys.readouterr().out == "stopped before the run was resumed: it is unchanged\n"
+
+
 def test_ctrl_c_before_the_run_starts_says_that_nothing_was_saved(home, capsys, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
