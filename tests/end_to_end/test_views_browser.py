@@ -241,6 +241,16 @@ def test_each_chart_is_seen_before_the_next_is_drawn(page):
     assert max(after - before for before, after in pairwise(seen)) == 1
 
 
+def test_a_page_whose_token_is_old_says_what_to_do(browser, address):  # noqa: F811
+    """As after `keel ui` was started again: it was "error 403"."""
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(address)
+    context.clear_cookies()
+    page.locator("#link", has_text="refused: open the new link of keel ui").wait_for(timeout=9000)
+    context.close()
+
+
 def test_a_phone_shows_how_runs_ended_that_did_not_finish(page):
     assert "live" in names(page)
     page.set_viewport_size({"width": 390, "height": 844})

@@ -7,6 +7,8 @@ const all = (selector, root = document) => [...root.querySelectorAll(selector)];
 
 // --- news -------------------------------------------------------------------------------------
 
+const PROBLEMS = {403: "refused: open the new link of keel ui", 404: "this run is gone"};
+
 function say(text) {
   const link = find("#link");
   link.textContent = text;
@@ -66,7 +68,7 @@ async function follow(address, apply, pause = POLL_MS, version = "") {
         if (news) { version = news.version ?? "once"; await apply(news); }
       }
     } catch (error) {
-      say(error.status === 404 ? "this run is gone" : error.status ? `error ${error.status}` : "keel ui has ended");
+      say(PROBLEMS[error.status] ?? (error.status ? `error ${error.status}` : "keel ui has ended"));
     }
     await new Promise(done => setTimeout(done, pause));
   }
