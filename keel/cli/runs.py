@@ -317,7 +317,7 @@ def compare(
         "rounds": [str(row["rounds"]) for row in rows],
         "final": [percent(row["final"]) for row in rows],
         "best": [percent(row["best"]) for row in rows],
-        "s/round": [f"{row['seconds_per_round']:.2f}" for row in rows],
+        "s/round": ["" if (s := row["seconds_per_round"]) is None else f"{s:.2f}" for row in rows],
         "state": [state_text(row["state"]) for row in rows],
     }
     differences = [
@@ -372,7 +372,7 @@ def comparison_row(run: SavedRun) -> dict[str, Any]:
         "rounds": run.rounds,
         "final": numbers["final_accuracy"],
         "best": numbers["best_accuracy"],
-        "seconds_per_round": numbers["seconds_per_round"],
+        "seconds_per_round": numbers["seconds_per_round"] if run.history else None,
         "state": run.state,
     }
 

@@ -659,6 +659,20 @@ def test_a_plot_is_a_file_with_a_suffix(two, tmp_path, refusal):
         assert said == f"error: --output {given}: name a file, such as {example}\n"
 
 
+def test_a_run_without_a_round_has_no_seconds_per_round(tmp_path, printed):
+    """They were 0.00, less than those of any other run."""
+    make_run(tmp_path / "failed", {"method": "moon"}, 2, num_written=0)
+    make_run(tmp_path / "done", {"method": "moon"}, 2)
+    table = tmp_path / "table.csv"
+    shown = printed(
+        "compare", *(str(tmp_path / n) for n in ("failed", "done")), "--csv", str(table)
+    )
+    assert shown.splitlines()[1].split() == ["failed", "0", "finished"]
+    seconds = [row["seconds_per_round"] for row in csv.DictReader(table.open())]
+    assert seconds[0] == ""
+    assert float(seconds[1]) > 1
+
+
 def test_a_name_in_the_table_of_compare_is_no_formula(two, tmp_path):
     (two / "one").rename(two / "=HYPERLINK(1)")
     table = tmp_path / "t.csv"
