@@ -349,7 +349,11 @@ def compare(
     with nullcontext() if plot else private_files():
         path.parent.mkdir(parents=True, exist_ok=True)
         picture = io.BytesIO()
-        figure_of(found, keys).savefig(picture, dpi=150, format=path.suffix[1:])
+        figure = figure_of(found, keys)
+        try:
+            figure.savefig(picture, dpi=150, format=path.suffix[1:])
+        except ValueError as error:  # an unknown format
+            raise ValueError(f"--output {path}: {error}") from error
         write_output(path, picture.getvalue())
     print(f"plot: {path}")
 

@@ -659,6 +659,14 @@ def test_a_plot_is_a_file_with_a_suffix(two, tmp_path, refusal):
         assert said == f"error: --output {given}: name a file, such as {example}\n"
 
 
+def test_a_plot_of_an_unknown_format_is_refused_with_the_option(two, tmp_path, refusal):
+    """It was Matplotlib's message alone."""
+    plot = tmp_path / "plot.xyz"
+    said = refusal("compare", "one", "-o", str(plot))
+    assert said.startswith(f"error: --output {plot}: Format 'xyz' is not supported")
+    assert not plot.exists()
+
+
 def test_a_run_without_a_round_has_no_seconds_per_round(tmp_path, printed):
     """They were 0.00, less than those of any other run."""
     make_run(tmp_path / "failed", {"method": "moon"}, 2, num_written=0)
