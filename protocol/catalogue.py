@@ -90,10 +90,10 @@ def method_spec(name: str) -> MethodSpec:
         raise ValueError(f"method = {name!r}: expected one of {', '.join(method_names())}")
     path = methods_folder / f"{method_stem(name)}.py"
     if not path.stem.isidentifier() or not path.exists():
-        stem = re.sub(r"\W+", "_", name)
+        stem = re.sub(r"\W+", "_", name.lstrip("-0123456789")) or "method"
         raise ValueError(
-            f"{methods_folder / name}.py: the name of a method's file has letters, digits and "
-            f"underscores: rename it to {stem}.py, whose method is {stem.replace('_', '-')}"
+            f"{methods_folder / name}.py: the name of a method's file is a letter, then letters, "
+            f"digits and underscores: rename it, for example to {stem}.py"
         )
     tree = _parsed(path)
     classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
@@ -101,8 +101,8 @@ def method_spec(name: str) -> MethodSpec:
     if len(names) != 1:
         raise ValueError(
             f"{path} defines {len(names)} methods ({', '.join(names) or 'none'}): expected one "
-            "subclass of Method or LocalObjective; the name of a base class has to begin with _, "
-            "and one of another file is imported as `from client_app.MODULE import NAME`"
+            "subclass of Method or LocalObjective; begin the name of a base class in this file "
+            "with _, and import one of another file with `from client_app.MODULE import NAME`"
         )
     options = options_class(path, names[0])
     documentation = ast.get_docstring(tree) or ""
@@ -252,7 +252,7 @@ def _bases(path: Path, name: str) -> dict[str, Path]:
     for node in _parsed(path).body:
         if isinstance(node, ast.ClassDef):
             if node.name == name:
-                break  # a base comes before it, and may have its name
+                break  # a base of the same name is defined or imported above
             homes[node.name] = path
         elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("client_app."):
             home = app_folder / f"{str(node.module).replace('.', '/')}.py"
