@@ -104,7 +104,7 @@ def build_model(
         model = StagedModel(name, input_shape, num_classes, trunk)
         for tensor in model.tensors.values():
             if not tensor.is_contiguous():
-                # torch's fused SGD updates wrong elements if memory has gaps; a copy has none
+                # torch's fused SGD updates wrong elements if memory has gaps; a clone has none
                 tensor.data = tensor.data.clone()
         if init:
             fan_in_(model)
@@ -189,10 +189,10 @@ def _check_tensors(trunk: Trunk, name: str, has_statistics: bool) -> None:
     """
     place, chain = place_of(BUILDERS[name]), nn.ModuleDict(trunk.stages)
     for key, tensor in chain.state_dict().items():
-        if key.endswith("_extra_state"):  # of `get_extra_state`, of any type
+        if key.endswith("._extra_state"):  # what `get_extra_state` returned, of any type
             raise ValueError(
-                f"{place}: {key}: Keel sends parameters and buffers alone; store it in a buffer "
-                "(register_buffer)"
+                f"{place}: {key}: Keel sends parameters and buffers only: store the state of "
+                "get_extra_state in buffers (register_buffer)"
             )
         if tensor.dtype not in DTYPES:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)

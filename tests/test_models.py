@@ -559,7 +559,7 @@ class TwoOutputs(nn.Module):
         ),
         (
             with_stage("conv1", Stage(nn.Conv2d(3, 8, 3), WithExtraState()), 7200),
-            r": conv1\.tail\._extra_state: Keel sends parameters and buffers alone",
+            r": conv1\.tail\._extra_state: Keel sends parameters and buffers only",
         ),
         (lambda input_shape, norm: None, " returned NoneType: expected a Trunk"),
         (lambda input_shape, norm: nowhere, ": NameError: name 'nowhere' is not defined"),  # noqa: F821
