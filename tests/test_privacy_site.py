@@ -520,7 +520,7 @@ def test_a_server_s_image_shape_is_refused_before_a_site_decodes_to_it(shape, so
     assert set((tmp_path / "home" / "cache").glob("*/*.npy")) == before
 
 
-def test_a_site_plays_no_simulated_clients(source, monkeypatch, task_identity):
+def test_a_site_simulates_no_clients(source, monkeypatch, task_identity):
     """They have no limits and no ledger, and the server may name their data: the site's."""
     config = hostile(make_config(), source=source)
     request = request_record(TrainRequest(config, facts(config), 1, [0], False, "a"))
@@ -534,8 +534,8 @@ def test_a_site_plays_no_simulated_clients(source, monkeypatch, task_identity):
 
 
 @pytest.mark.parametrize("run", ["", "..", "a/b", "/a", "a\nb", "a" * 200])
-def test_a_run_of_no_allowed_name_is_not_in_the_ledger(run, source, task_identity, caplog):
-    """A server could fill a site's disk with one name, also under a method without state."""
+def test_a_run_without_an_allowed_name_is_not_in_the_ledger(run, source, task_identity, caplog):
+    """With a stateless method, a server could fill a site's disk with one long name."""
     config = private()
     request = request_record(TrainRequest(config, facts(config), 1, [0], False, run))
     content = message_content(request, array_record(initial(config)), ArrayRecord(), 0)
@@ -547,7 +547,7 @@ def test_a_run_of_no_allowed_name_is_not_in_the_ledger(run, source, task_identit
 
 
 @pytest.mark.parametrize("limit", [{"privacy-max-clip-norm": 0.5}, {"privacy-max-clip": 0.5}])
-def test_a_partition_with_limits_plays_no_simulated_clients(limit, source, task_identity):
+def test_a_partition_with_limits_simulates_no_clients(limit, source, task_identity):
     """They would have neither its limits nor its ledger; the second limit is misspelt."""
     config = hostile(make_config(), source=source)
     request = request_record(TrainRequest(config, facts(config), 1, [0], False, "a"))
