@@ -46,7 +46,7 @@ class SquaredDistance(torch.autograd.Function):
         ]
         half = len(arrays) // 2
         drift = [w - w_g for w, w_g in zip(stacked[:half], stacked[half:], strict=True)]
-        # [k] of a scalar too
+        # [k] each; a scalar parameter has no dimension to flatten, hence the None
         squares = [d[..., None].flatten(1).square().sum(1) for d in drift]
         distance = torch.stack(squares).sum(0)
         return (distance, *drift), (0,) * (1 + half)

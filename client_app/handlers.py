@@ -337,7 +337,7 @@ def train_together(methods: Sequence[Method], ctxs: Sequence[RoundContext]) -> T
             if num == 1 or not is_out_of_memory(error):
                 raise
         cache.max_stacked = num // 2  # here the memory of the attempt is free again
-        for ctx in ctxs:  # what it has noted of those that had trained
+        for ctx in ctxs:  # clients that had trained before memory ran out train again
             ctx.releases.clear()
             ctx.faults.clear()
         log.warning(
@@ -454,7 +454,7 @@ def prepare(
     Returns a function that begins the round, which needs `turn`, and `StateFolder.old_round`.
     """
     check_limits(request.config, context.node_config)
-    if is_site(context.node_config):  # its ledger has the run's name
+    if is_site(context.node_config):  # its ledger records the run's name
         checked_run_path(request, context.node_config)
     last_accepted_round = last_accepted_round_of(message)
     is_stateful, state, old_round = method_of(request.config).is_stateful, {}, 0
@@ -634,8 +634,8 @@ def copy_shared(update: Update, ctx: RoundContext) -> None:
     """Copy the update's arrays that lie in memory which changes later.
 
     That is the memory of a network, in which other clients train, and, for client state, also that
-    of the received arrays, which the server may change. Arrays of `torch.inference_mode`, whose
-    changes torch does not count, are copied too. No array has a gradient afterwards.
+    of the received arrays, which the server may change. Inference tensors, which have no version
+    counter, are copied too. Afterwards no array requires a gradient.
     """
     shared = {
         tensor.untyped_storage().data_ptr()

@@ -224,10 +224,9 @@ class Samples:
             yield self.pixels.normalise(images), self.labels[start : start + batch_size]
 
     def outputs(self, compute: Callable[[Tensor], Output]) -> Iterator[tuple[Output, Tensor]]:
-        """(compute(x), y) for each (x, y) of `in_order`.
+        """(compute(x), y) for each batch (x, y) of all samples in order.
 
-        Batches become smaller where they do not fit into the GPU's memory, which `batch-size`, the
-        size in training, would not change.
+        Batches that do not fit into the GPU's memory are halved: `batch-size` is of training only.
         """
         start, size = 0, evaluation_batch
         while start < len(self):

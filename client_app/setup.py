@@ -198,12 +198,12 @@ def device_for(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"device = {name!r}: expected auto, cpu, cuda or cuda:N") from error
-    number = int(name.partition(":")[2] or 0)  # not the device's index, of 8 bits: it wraps around
+    number = int(name.partition(":")[2] or 0)  # device.index has 8 bits and wraps around
     if device.type == "cuda" and number >= torch.cuda.device_count():
-        num_gpus, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
-        found = f"this machine has {num_of('GPU', num_gpus)}"
+        gpus, visible = num_of("GPU", torch.cuda.device_count()), os.getenv("CUDA_VISIBLE_DEVICES")
+        found = f"this machine has {gpus}"
         if visible is not None:  # set by the user, or by Ray for a worker
-            found = f"this process sees {num_of('GPU', num_gpus)}, CUDA_VISIBLE_DEVICES={visible!r}"
+            found = f"this process sees {gpus}, CUDA_VISIBLE_DEVICES={visible!r}"
         raise ValueError(f"device = {name!r}: {found}")
     if device.type not in ("cpu", "cuda"):
         try:
@@ -216,9 +216,9 @@ def device_for(name: str) -> torch.device:
 
 
 def device_or_cpu(name: str) -> tuple[torch.device, str]:
-    """`device_for`; where the device is absent, the CPU and why.
+    """The device called `name` and ""; if it is absent, the CPU and the reason.
 
-    For a look at a run of another machine, whose device is not this one's.
+    For reading a run that was made on another machine.
     """
     try:
         return device_for(name), ""

@@ -13,7 +13,7 @@ from torch import Tensor
 class SGD:
     """g += decay * w; m = momentum * m + g; w -= lr * m, for parameters of one type and device.
 
-    Their memory must have no gaps, as that of some columns of a tensor has: clone such a parameter.
+    Their memory must have no gaps: clone a parameter that is, say, a slice of columns.
     """
 
     def __init__(self, parameters: Sequence[Tensor], momentum: float, weight_decay: float) -> None:

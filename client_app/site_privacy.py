@@ -138,7 +138,7 @@ def stricter_limits(in_environment: Sequence[str | None], *own: object) -> SiteL
 
 
 def names_limit(node_config: NodeConfig) -> bool:
-    """Whether the node config has a key of a limit, or one that may be misspelt."""
+    """Whether the node config has a key of a limit, even a misspelt one."""
     return any(key.lower().startswith("privacy") for key in node_config)
 
 

@@ -477,8 +477,9 @@ def clip_each(weights: Sequence[Tensor], max_norm: float) -> None:
     gradients = [w.grad for w in weights if w.grad is not None]
     if not gradients:
         return
-    squares = [g[..., None].flatten(1).norm(dim=1) for g in gradients]  # [k] of a scalar too
-    scale = (max_norm / (torch.stack(squares).norm(dim=0) + 1e-6)).clamp_max(1.0)  # [k]
+    # [k] each; a scalar parameter has no dimension to flatten, hence the None
+    norms = [g[..., None].flatten(1).norm(dim=1) for g in gradients]
+    scale = (max_norm / (torch.stack(norms).norm(dim=0) + 1e-6)).clamp_max(1.0)  # [k]
     for gradient in gradients:
         gradient.mul_(scale.view(-1, *[1] * (gradient.dim() - 1)))
 

@@ -18,7 +18,7 @@ DECODE_CHUNK = 256  # images a thread decodes at a time
 # example, to Ghostscript.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 MAX_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 0)  # Pillow decodes no larger image
-# Pillow's warnings of transparency, which is discarded, and of metadata name no file.
+# Pillow's warnings about transparency, which is discarded, and metadata do not name the file.
 warnings.filterwarnings(
     "ignore",
     message="Palette images with Transparency|.*corrupt EXIF|Truncated File|Metadata",

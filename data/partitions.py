@@ -81,10 +81,10 @@ def dirichlet_partition(
 ) -> Parts:
     """Each class is divided over the clients by shares ~ Dir(alpha) (Yurochkin et al. 2019).
 
-    As in their paper: their code, and MOON's, stops assigning samples to a client once it has an
-    equal share. Client sizes vary; the smaller alpha, the fewer classes a client has. Shares are
-    redrawn until every client has `min_size` samples. ValueError if there are too few samples, or
-    after `MAX_DRAWS` draws or `MAX_NUMBERS` random numbers.
+    As in their paper. Their code, and MOON's, also gives no more samples to a client that has
+    `len(labels) / num_clients` already. Client sizes vary; the smaller alpha, the fewer classes a
+    client has. Shares are redrawn until every client has `min_size` samples. ValueError if there
+    are too few samples, or after `MAX_DRAWS` draws or `MAX_NUMBERS` random numbers.
     """
     check_num_clients(len(labels), num_clients)
     check_dirichlet(len(labels), num_clients, min_size)

@@ -1,4 +1,4 @@
-"""A plot of how labels are distributed over clients, and the writing of any figure."""
+"""A plot of how labels are distributed over clients, and `save_png` for any figure."""
 
 import warnings
 from collections.abc import Sequence

@@ -94,7 +94,7 @@ def _read_digits(_data_dir: Path) -> RawSource:
 def _read_mnist_like(
     name: str, dataset: str, class_names: tuple[str, ...], data_dir: Path
 ) -> RawSource:
-    """Four idx files, gzipped or not, of Debian's package, in data_dir or from a download."""
+    """Four idx files, gzipped or not, from Debian's package, data_dir or a download."""
     folders = [DEBIAN_DATASETS / name, data_dir / name]
     raw = data_dir / dataset / "raw"  # torchvision's copy, which it does not check
     if len([*raw.glob("*-ubyte")]) == 4:

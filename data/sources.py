@@ -109,7 +109,7 @@ def load_source(
         def fill(building: Path) -> None:
             _write_entry(building, key, raw)
             if _locate(spec, data_dir, cache_dir, image_size, channels)[2] != key:
-                wrong = "its files changed while they were decoded: start again once all are there"
+                wrong = "its files changed during decoding: start again once they are complete"
                 raise ImageFileError(f"source = {key['source']!r}: {wrong}", f"a source: {wrong}")
 
         build_once(entry, fill)

@@ -39,7 +39,7 @@ def _digest_of(packages: Sequence[str], before: str = "") -> str:
         str(path.relative_to(app_folder)).encode() + b"\0" + path.read_bytes()
         for package in packages
         for path in sorted((app_folder / package).rglob("*.py"))
-        if not path.name.startswith(".")  # of an editor, such as a link to nothing
+        if not path.name.startswith(".")  # an editor's, perhaps a dangling link
     )
     return digest(before.encode(), *sources)
 

@@ -1,4 +1,4 @@
-"""Processes: ending with the parent, forks, what happens to freed memory, how many fit."""
+"""Processes: ending with the parent, forks, freed memory, how many fit on a machine."""
 
 import ctypes
 import os
@@ -30,9 +30,9 @@ def process_with_threads() -> int:
 
 
 def check_not_forked() -> None:
-    """ValueError in a process forked after a first call: PyTorch would wait for threads there.
+    """ValueError in a process forked after the first call: PyTorch would wait there for ever.
 
-    Call it before PyTorch computes: its threads are those of the process that computed first.
+    Its threads are those of the process that computed first, so call this before it computes.
     """
     import torch
 

@@ -8,7 +8,7 @@ from protocol.processes import num_shares
 from protocol.text import num_of
 
 MAX_WORKERS = 4096
-MIN_GPUS = 1e-4  # of a worker: Ray's resolution
+MIN_GPUS = 1e-4  # of a worker; Ray's resolution
 CPU_WORKERS = "KEEL_CPU_WORKERS"  # where set, workers get no GPU that was not asked for
 
 
@@ -33,11 +33,14 @@ class Node:
 
 
 def check_gpus(name: str, gpus: float) -> None:
-    """ValueError naming the setting unless Ray can give a worker so many GPUs, a number >= 0."""
+    """ValueError, which begins with `name`, unless Ray can give a worker this many GPUs.
+
+    gpus: a number >= 0.
+    """
     if (gpus > 1 and gpus != int(gpus)) or 0 < gpus < MIN_GPUS:
         raise ValueError(
-            f"{name} {gpus:g}: expected a whole number, or a part of one GPU of at least "
-            f"{MIN_GPUS:g}, because Ray gives a worker nothing else"
+            f"{name} {gpus:g}: expected a whole number or a fraction from {MIN_GPUS:g} to 1: Ray "
+            "gives a worker nothing else"
         )
 
 

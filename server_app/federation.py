@@ -187,7 +187,7 @@ def prepare(
             "lacks: return arrays of the network, and others from `extra`"
         )
     monitor = None
-    if config.rounds.diagnostics:  # moves the model to the device: what is sent is on the CPU
+    if config.rounds.diagnostics:  # moves the model to the device; `start` stays on the CPU
         architectures = (
             ByName(roster, lambda n: roster[FIRST_NODE + n].model)
             if isinstance(roster, SimulatedRoster)

@@ -399,7 +399,7 @@ def global_score(run: Run, arrays: ArrayRecord, num_threads: int) -> dict[str, f
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """Run the block with `number` torch threads, 0: torch's; with others, last bits may differ."""
+    """Run the block with `number` torch threads, 0: as before. Last bits may depend on it."""
     before = torch.get_num_threads()
     torch.set_num_threads(number or before)
     try:

@@ -61,7 +61,7 @@ def check_trackers(rounds: RoundsConfig) -> None:
 class Tracked:
     """Runs a tracker in a thread: the run neither waits for it nor ends because of it.
 
-    with_clients: the tracker plots each client's accuracies too.
+    with_clients: the tracker also plots each client's accuracies.
     """
 
     def __init__(self, name: str, tracker: RunObserver, with_clients: bool = False) -> None:

@@ -69,8 +69,8 @@ class Average(Strategy):
     """
 
     needs_only_average: ClassVar[bool] = True
-    """The half uses the replies' arrays only through one average of all, so large updates can be
-    summed as they arrive; `reply.arrays` is then empty. Each subclass declares it for itself."""
+    """The half reads the replies' arrays only through one average of all replies, so large updates
+    can be summed as they arrive; `reply.arrays` is then empty. Each subclass declares it itself."""
 
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         self.config = config
@@ -170,13 +170,13 @@ class Average(Strategy):
         return weights
 
     def _summed(self, running: RunningMean, replies: list[TrainReply], like: Arrays) -> RunningMean:
-        """The running sums. ValueError unless they have these arrays, of these replies alone."""
+        """`running`; ValueError unless it still has sums of these arrays, over these replies."""
         clients = {reply.client for reply in replies}
         if clients != running.added or not like.keys() <= running.sum.sums.keys():
             raise ValueError(
                 f"{place_of(self.next_arrays)}: this round's updates are large and were summed as "
-                "they arrived, so their sum is of all accepted replies and can be used once: set "
-                f"needs_only_average = False in {type(self).__name__}"
+                "they arrived: only the sum of all accepted replies exists, and it can be used "
+                f"once; set needs_only_average = False in {type(self).__name__}"
             )
         return running
 
@@ -427,7 +427,7 @@ class Average(Strategy):
             return {}
         if not vars(type(self)).get("needs_only_average"):  # not a base class's
             return {}
-        if type(self).counts is not Average.counts:  # it may weight by all that replies hold
+        if type(self).counts is not Average.counts:  # may read all of a reply
             return {}
         if not self.is_weighted_by_examples:
             return {entry.client: 1.0 for entry in entries}
@@ -597,7 +597,7 @@ class Average(Strategy):
 def returned(function: Callable[..., Arrays], *args: object) -> Arrays:
     """What a function of a server half returns. ValueError naming it, unless a dict of tensors.
 
-    Those of `torch.inference_mode` are copied: torch does not count changes of them.
+    Inference tensors are cloned, because they have no version counter.
     """
     found = function(*args)
     what = "" if isinstance(found, Mapping) else type(found).__name__

@@ -294,7 +294,7 @@ def implausible(reply: TrainReply, expected: ExpectedReply, half: Half) -> str:
         return reason
     beside = half.beside_model(reply) if expected.extra else {}
     largest = max(expected.limits.values(), default=MAX_VALUE_RATIO)
-    for arrays in (reply.arrays, beside):  # which may have names in common
+    for arrays in (reply.arrays, beside):  # may have names in common
         limits = dict.fromkeys(arrays, largest) | dict(expected.limits)
         if reason := out_of_range(arrays, limits):
             return reason

@@ -224,7 +224,7 @@ def test_files_that_change_while_they_are_decoded_leave_no_entry(load, tmp_path,
         decode(*args)
 
     monkeypatch.setattr(sources, "decode", decode_another)
-    assert "its files changed while they were decoded" in rejected(load, spec)
+    assert "its files changed during decoding" in rejected(load, spec)
     monkeypatch.undo()
     file.write_bytes(before)
     assert np.array_equal(load(spec).train.images[0, 0], random_images(4, 30, 30)[0])

@@ -467,7 +467,7 @@ def test_workers_larger_than_any_node_are_an_error_of_one_line_for_the_serverapp
 
 
 @pytest.mark.parametrize("gpus", [1.5, 0.00001])
-def test_a_part_of_a_gpu_that_ray_cannot_give_is_an_error_that_names_the_setting(backend, gpus):
+def test_a_share_of_a_gpu_that_ray_cannot_give_is_an_error_that_names_the_setting(backend, gpus):
     with pytest.raises(ValueError, match=r"^client-resources-num-gpus = 1\S+: expected a") as error:
         backend(node("a", 8, 4), resources={"num_cpus": 1, "num_gpus": gpus})
     assert ray_backend.started.exception() is error.value

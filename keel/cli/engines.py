@@ -101,9 +101,9 @@ def run_in_process(job: Job, terminal: Terminal) -> None:
 
 @contextmanager
 def torch_defaults() -> Iterator[None]:
-    """Within: tensors on the CPU, float32 and gradients, whatever a notebook has set.
+    """A context with torch's defaults (CPU, float32, gradients), whatever the caller has set.
 
-    Its settings come back.
+    The caller's settings are restored.
     """
     import torch
 

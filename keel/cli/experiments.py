@@ -71,8 +71,8 @@ def run_command(
         typer.Option(
             min=0,
             max=10_000,
-            help="Number of seeds, the recipe's first. 0: the recipe's, but at least 6 if values "
-            "are tried.",
+            help="Number of seeds: the recipe's, then others. 0: the recipe's, but at least 6 if "
+            "values are tried.",
         ),
     ] = 0,
     set_: Annotated[

@@ -76,19 +76,19 @@ def export_model(directory: Path, client: str, to: str, path: Path) -> None:
     assert program is not None
     stored = program.model_proto
     for node in stored.graph.node:
-        del node.metadata_props[:]  # where it comes from, with paths of this machine
+        del node.metadata_props[:]  # its stack trace, with paths of this machine
     onnx.helper.set_model_props(stored, {"classes": classes})
     write_output(path, stored.SerializeToString())
 
 
 def without_debug_files(content: io.BytesIO) -> bytes:
-    """A TorchScript file without what maps its code to source files: their paths may name a user.
+    """A TorchScript file without its debug files: the source paths in them may name a user.
 
-    torch loads it all the same.
+    torch does not need them.
     """
     made = io.BytesIO()
     with zipfile.ZipFile(content) as before, zipfile.ZipFile(made, "w") as after:
-        for about in before.infolist():
-            if not about.filename.endswith(".debug_pkl"):
-                after.writestr(zipfile.ZipInfo(about.filename), before.read(about))
+        for name in before.namelist():
+            if not name.endswith(".debug_pkl"):
+                after.writestr(zipfile.ZipInfo(name), before.read(name))
     return made.getvalue()

@@ -96,7 +96,7 @@ def method_files(name: str, server_half: bool, paper: str = "") -> dict[Path, st
         test += template("test_of_server_half")
     files[app_folder / "client_app" / "methods" / f"{stem}.py"] = client
     files[app_folder / "tests" / "methods" / f"test_{stem}.py"] = test
-    # a file of Keel's there, such as sampling.py, would be taken for the method's server half
+    # a file of Keel in strategies/, such as sampling.py, would be taken for the server half
     taken = {*files, app_folder / "strategies" / f"{stem}.py"}
     if existing := sorted(path for path in taken if path.exists()):
         raise ValueError(f"{existing[0]} exists and is not overwritten: choose another name")

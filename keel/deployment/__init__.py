@@ -6,6 +6,6 @@ environment says so.
 
 import os
 
-# before any of them imports Flower, which reads the first variable then
-for _name, _value in (("FLWR_TELEMETRY_ENABLED", "0"), ("FLWR_DISABLE_UPDATE_CHECK", "1")):
-    os.environ.setdefault(_name, _value)
+# set before Flower is imported, which reads the first variable then
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")

@@ -96,8 +96,8 @@ def check_device(name: str) -> Iterator[Finding]:
     from client_app.setup import device_for
 
     has_driver = shutil.which("nvidia-smi") is not None
-    built = torch.version.cuda or "no CUDA"
-    driver = f"this machine has NVIDIA's driver, torch is built for {built}"
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    driver = f"this machine has NVIDIA's driver, torch is built {built}"
     try:
         device = device_for(name)
     except ValueError as error:

@@ -259,7 +259,7 @@ def partitions(count: int) -> dict[str, dict[str, OptionValue]]:
 
 
 def state_hint(root: Path | None) -> str:
-    """What continuing a run needs beside its directory; root: as for `deploy_and_run`."""
+    """What a run needs to be continued, besides its directory. root: as for `deploy_and_run`."""
     return " and the same --folder" if root else "; a stateful method needs --folder for this"
 
 

@@ -22,7 +22,9 @@ def split_address(address: str) -> tuple[str, int]:
         raise ValueError(f"address {address!r}: expected HOST:PORT")
     name = host.strip("[]")
     if ":" in name and host != f"[{name}]":  # gRPC and HTTP refuse it
-        raise ValueError(f"address {address!r}: expected an IPv6 address in brackets: [{name}]:...")
+        raise ValueError(
+            f"address {address!r}: expected an IPv6 address in brackets: [{name}]:PORT"
+        )
     return name, int(port)
 
 

@@ -13,9 +13,9 @@ from protocol.flower_compat.registration import register_keys
 
 
 def public_keys(credentials: Path) -> dict[str, bytes]:
-    """Client name to key, in OpenSSH's format, of the server's directory.
+    """Client name to public key, in OpenSSH's format, from the server's credentials directory.
 
-    ValueError, with its file, for one that is damaged.
+    ValueError naming the file of a damaged key.
     """
     keys = {
         path.stem: path.read_bytes() for path in sorted((credentials / "clients").glob("*.pub"))

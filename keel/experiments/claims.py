@@ -419,8 +419,8 @@ def judge(leads: Sequence[float], num_differences: float = math.inf) -> str:
 
     Decided if the 95 % t interval of the mean does not contain 0. An infinite lead counts as the
     largest finite one on its side, and rules out the other verdict; where more than half are
-    negative and infinite, the claim is not reproduced. Fewer than two finite ones, or differences,
-    decide nothing: the lead over a run that failed is 0, and no difference.
+    negative and infinite, the claim is not reproduced. Fewer than two finite leads, or differences,
+    decide nothing. Two failed runs have a lead of 0, but no difference.
     """
     if len(leads) < 2:
         return INCONCLUSIVE

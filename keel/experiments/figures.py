@@ -64,7 +64,7 @@ def run_charts(recipe: Recipe, results: Results) -> Iterator[Chart]:
 def columns_by_runs(
     recipe: Recipe, results: Results, key: Callable[[Cell], object] = lambda cell: None
 ) -> list[list[Entry]]:
-    """The columns that have finished runs, those of the same runs and keys of cells together."""
+    """The columns that have finished runs; those with the same runs and `key` are one group."""
     groups: dict[tuple[object, ...], list[Entry]] = {}
     for column in recipe.columns:
         found = [r for (_, name), r in results.items() if name == column.name]

@@ -331,10 +331,10 @@ def result_of(cell: Cell, options: Options, output: Path) -> Result:
     )
 
 
-def first_seeds(recipe: Recipe, number: int) -> Sequence[int]:
-    """So many seeds: the recipe's in their order, then the lowest of the others."""
+def first_seeds(recipe: Recipe, num_seeds: int) -> Sequence[int]:
+    """This many seeds: the recipe's in their order, then the lowest others."""
     more = (seed for seed in itertools.count() if seed not in recipe.seeds)
-    return list(itertools.islice(itertools.chain(recipe.seeds, more), number))
+    return list(itertools.islice(itertools.chain(recipe.seeds, more), num_seeds))
 
 
 def seeds_for(recipe: Recipe, cells: Sequence[Cell], full_grid: bool) -> Sequence[int]:

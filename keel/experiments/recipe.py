@@ -371,7 +371,7 @@ def _claims_of_line(
     found = re.fullmatch(CLAIM.replace("NAME", ".+?"), claim)
     known_names = {*names["rows"], *names["columns"], *EVERYWHERE}
     if found and not known_names.issuperset(found.group("left", "right", "place")):
-        # longest first; names may have the words of a claim
+        # names may contain the words of a claim; the longest name that fits is meant
         any_name = "|".join(map(re.escape, sorted(known_names, key=len, reverse=True)))
         found = re.fullmatch(CLAIM.replace("NAME", any_name), claim) or found
     if not found:

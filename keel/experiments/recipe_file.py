@@ -61,24 +61,26 @@ class _Loader(_SafeLoader):  # type: ignore[misc, valid-type]
             raise LineError(node.start_mark.line + 1, f"not YAML: {error}") from error
 
 
-def _default_of(key: str) -> object:
-    return default_config().get(RENAMED_KEYS.get(key, key))
+def _is_text(key: str) -> bool:
+    """Whether `key` is a config key whose values are text."""
+    return isinstance(default_config().get(RENAMED_KEYS.get(key, key)), str)
 
 
-def _as_written(node: yaml.Node) -> None:
-    """Have the values of a text key read as written: `norm-bound: off` would be False."""
+def _read_as_written(node: yaml.Node) -> None:
+    """Read off, no, on and yes as text, as in `norm-bound: off`: YAML takes off for False."""
     for each in node.value if isinstance(node, yaml.SequenceNode) else [node]:
         if each.tag == "tag:yaml.org,2002:bool":
             each.tag = "tag:yaml.org,2002:str"
 
 
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
-    """As YAML's, but 010 and 1:30 are refused: YAML 1.1 takes them for 8 and 90."""
+    """As YAML's, except that 010 and 1:30 are refused: YAML 1.1 takes them for 8 and 90."""
     number: int = loader.construct_yaml_int(node)
     if re.match(r"[-+]?0[0-9_]", node.value) or ":" in node.value:
         line = node.start_mark.line + 1
         raise LineError(
-            line, f"YAML takes {node.value} for {number}: write a plain number or quotes"
+            line,
+            f"YAML takes {node.value} for {number}: write a decimal number, or text in quotes",
         )
     return number
 
@@ -101,8 +103,8 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> Lines:
         lines[key] = line
     loader.flatten_mapping(node)
     for key, value in node.value:
-        if isinstance(_default_of(key_of(key)), str):
-            _as_written(value)
+        if _is_text(key_of(key)):
+            _read_as_written(value)
     mapping = Lines(
         {key_of(key): loader.construct_object(value, True) for key, value in node.value}
     )

@@ -227,7 +227,7 @@ def client_charts(reader: HistoryReader) -> dict[str, Figure]:
 
 
 def quantile(ascending: Sequence[float], share: float) -> float:
-    """Of values in ascending order, as NumPy's: between two of them it is interpolated."""
+    """The quantile of values in ascending order, linearly interpolated, as NumPy computes it."""
     place = share * (len(ascending) - 1)
     below = ascending[int(place)]
     return below + place % 1 * (ascending[math.ceil(place)] - below)

@@ -155,7 +155,7 @@ class ClusterBackend(RayBackend):
     def start_workers(self) -> None:
         """Start them, spread over the nodes. RuntimeError, one line, if there is none.
 
-        ValueError, one line, for a number of GPUs that Ray cannot give.
+        ValueError, one line, for a number of GPUs that Ray cannot give a worker.
         """
         if not self.max_workers:
             raise RuntimeError("num-supernodes = 0: a simulation needs at least 1 worker")

@@ -105,7 +105,7 @@ def register_keys(
 def registered_nodes(
     address: str, ca: bytes, public_keys: Mapping[str, bytes]
 ) -> list[tuple[int, str, str]]:
-    """(node id, client name, status) of each registered node; the name of another key is "".
+    """(node id, client name, status) of each registered node; "" if its key is of no client.
 
     status: "online", "offline", or "registered" for one that has never connected. Arguments as for
     `register_keys`. Changes nothing.
@@ -121,7 +121,7 @@ def registered_nodes(
 
 
 def names_by_key(public_keys: Mapping[str, bytes]) -> dict[bytes, str]:
-    """Client name by key, as a SuperLink has it. ValueError for an invalid key, or a shared one."""
+    """Key, in a SuperLink's form, to client name. ValueError for an invalid or a shared key."""
     keys: dict[bytes, str] = {}
     for name, text in public_keys.items():
         key = load_ssh_public_key(text)
@@ -148,8 +148,8 @@ def control_client(address: str, ca: bytes) -> Iterator[ControlHttpClient]:
         if not is_http_error(error):
             raise
         raise RuntimeError(
-            f"--superlink {address}: {error} Expected the SuperLink's port for users (8000 unless "
-            "changed), not the one for clients"
+            f"--superlink {address}: {str(error).rstrip('.')}: expected the SuperLink's port for "
+            "users (8000 unless changed), not the one for clients"
         ) from error
     finally:
         client.close()

@@ -87,7 +87,7 @@ def test_data_that_does_not_fit_is_refused_with_code_2(home, refusal, capsys):
         ),
         (
             ["--engine", "flower", "--gpus-per-client", "1.5"],
-            "--gpus-per-client 1.5: expected a whole number, or a part of one GPU of at least",
+            "--gpus-per-client 1.5: expected a whole number or a fraction from 0.0001 to 1",
         ),
         (["--engine", "flower", "--gpus-per-client", "1e-5"], "--gpus-per-client 1e-05: expected"),
         (["--ray", "10.0.0.1:6379"], "--ray needs --engine flower"),

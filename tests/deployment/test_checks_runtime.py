@@ -81,7 +81,7 @@ def test_a_gpu_that_torch_does_not_find_is_explained(has_driver, monkeypatch):
     is_problem, auto = result(check_device("auto"))
     asked = problem(check_device("cuda"))
     device_for.cache_clear()
-    found = "this machine has NVIDIA's driver, torch is built for no CUDA"
+    found = "this machine has NVIDIA's driver, torch is built without CUDA"
     assert not is_problem
     assert auto == "device: cpu; auto finds no GPU" + (f": {found}" if has_driver else "")
     absent = "no NVIDIA driver is visible here; a container needs compose.gpu.yml"

@@ -205,11 +205,11 @@ def test_an_empty_cluster_address_is_refused(refusal, tmp_path):
     ("share", "expected"),
     [
         ("nan", "a finite number >= 0\n"),
-        ("1.5", "a whole number, or a part of one GPU"),
-        ("1e-05", "a whole number, or a part of one GPU"),  # it was 0
+        ("1.5", "a whole number or a fraction"),
+        ("1e-05", "a whole number or a fraction"),  # was taken as 0
     ],
 )
-def test_a_share_of_a_gpu_that_is_none_is_refused(refusal, tmp_path, share, expected):
+def test_an_invalid_share_of_a_gpu_is_refused(refusal, tmp_path, share, expected):
     error = refusal(
         "experiments", "run", str(sweep), "--output", str(tmp_path), "--gpus-per-run", share
     )
