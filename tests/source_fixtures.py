@@ -28,8 +28,8 @@ def imports_of(file: Path) -> list[ast.Import | ast.ImportFrom]:
 
 
 def copy_keel(to: Path, packages: Iterable[str] = PACKAGES) -> Path:
-    """`to`, into which these packages and pyproject.toml are copied."""
-    for package in packages:  # with their byte code, but not what another process is writing
+    """Copy these packages and pyproject.toml into `to`; returns `to`."""
+    for package in packages:  # with byte code, except files that another process is writing
         shutil.copytree(
             app_folder / package, to / package, ignore=shutil.ignore_patterns("*.pyc.*")
         )
@@ -38,7 +38,7 @@ def copy_keel(to: Path, packages: Iterable[str] = PACKAGES) -> Path:
 
 
 def write_newer_app(app: Path) -> Path:
-    """The Flower app of a checkout with one name more in `protocol`, used in `client_app`."""
+    """The Flower app of a checkout with one more name in `protocol`, used in `client_app`."""
     copy_keel(app, (*run_by_worker, *SERVER_PACKAGES))
     shutil.copy(app_folder / "LICENSE", app)
     project = re.sub(r"(?m)^fab-exclude = .*\n", "", project_file().read_text())

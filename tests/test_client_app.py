@@ -962,7 +962,7 @@ def test_an_update_in_the_memory_of_the_network_is_not_the_next_clients(tmp_path
 
 @dataclass(frozen=True)
 class InInferenceMode(FedProx):
-    """Sends and stores arrays that torch made without counting their changes."""
+    """Sends and stores inference tensors, which have no version counter."""
 
     is_stateful: ClassVar[bool] = True
 
@@ -975,7 +975,7 @@ class InInferenceMode(FedProx):
 
 @dataclass(frozen=True)
 class WithGradient(FedProx):
-    """Stores an array that still has its graph."""
+    """Stores an array that requires a gradient."""
 
     is_stateful: ClassVar[bool] = True
 
@@ -992,7 +992,7 @@ class WithGradient(FedProx):
 def test_arrays_may_have_a_gradient_or_come_from_inference_mode(
     method, tmp_path, monkeypatch, no_pictures
 ):
-    """The second failed with snapshot-every > 1, where state stays in memory with its graph."""
+    """The second failed with snapshot-every > 1: client state stayed in memory with its graph."""
     with_method(monkeypatch, "fedprox", method)
     keys = {"method": "fedprox", "num-rounds": 3, "source": small_source(), "batch-size": 8}
     keys |= {"model": "cnn-fedreco", "partition": "iid", "min-samples": 1, "device": "cpu"}

@@ -1,7 +1,7 @@
-"""Local training on a device that is not the CPU: every tensor of a step is there.
+"""Local training on a device other than the CPU: every tensor of a step is on that device.
 
-The device is torch's `meta`: it has shapes and no values, and refuses operations with a tensor of
-another device, as a GPU does. tests/test_gpu.py has the numbers.
+The device is torch's `meta`: its tensors have shapes and no values, and like a GPU it refuses
+operations with a tensor of another device. tests/test_gpu.py compares values.
 """
 
 import pytest
@@ -19,7 +19,7 @@ META = torch.device("meta")
 
 
 def checked_sgd(weights, gradients, velocities, **_):
-    """What the fused kernel demands on CUDA; it has no form for `meta`."""
+    """What the fused kernel requires on CUDA; `meta` has no such kernel."""
     for others in (gradients, velocities):
         for one, other in zip(weights, others, strict=False):
             assert (other.device, other.dtype) == (one.device, one.dtype)
@@ -28,7 +28,7 @@ def checked_sgd(weights, gradients, velocities, **_):
 
 @pytest.fixture
 def on_meta(monkeypatch):
-    """Clients train on `meta`; what needs values is left out."""
+    """Clients train on `meta`; what needs values is replaced."""
     monkeypatch.setattr(client_app.process_cache, "device_for", lambda name: META)
     monkeypatch.setattr(client_app.trainer.MeanTerms, "read", lambda self: {})
     monkeypatch.setattr(torch, "_fused_sgd_", checked_sgd)
@@ -47,7 +47,7 @@ def on_meta(monkeypatch):
 def test_training_and_the_personal_model_are_on_the_device(method):
     subject = subject_of(method)
     config = subject.config(local_epochs=2, flip=True, clip_norm=5.0, weight_decay=0.1)
-    state = {}  # comes from the CPU, as from a file
+    state = {}  # on the CPU, as read from a file
     for number in (1, 2):
         ctx = subject.round(config, number, state, 3)
         update = method_of(config).train(ctx)

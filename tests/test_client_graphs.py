@@ -261,7 +261,7 @@ def test_indices_and_copies_on_one_device_are_no_obstacle():
 
 
 def test_a_size_of_which_a_phase_has_few_batches_is_not_recorded():
-    """Each epoch has three batches of 8 samples and one of 6, which cost a recording as well."""
+    """Each epoch has three batches of 8 samples and one of 6, which was recorded as well."""
     ctx = make_round(make_config(cuda_graphs=True, batch_size=8))
     plans = {num: ctx.plan("batches", num, "epochs") for num in (1, 3, 8)}
     on_gpu = replace(ctx, device=torch.device("cuda"))
@@ -269,7 +269,7 @@ def test_a_size_of_which_a_phase_has_few_batches_is_not_recorded():
     assert sizes == {1: set(), 3: {8}, 8: {8, 6}}
 
 
-def test_only_steps_of_the_sizes_to_be_replayed_are(recorded, monkeypatch):
+def test_only_steps_of_the_chosen_sizes_are_replayed(recorded, monkeypatch):
     config = make_config(cuda_graphs=True, batch_size=8, local_epochs=3)
     forms = set()
 

@@ -338,7 +338,7 @@ def permuted(is_persistent, input_shape):
 
 
 def test_noise_on_whole_numbers_is_refused_before_round_1(monkeypatch):
-    """Indices were drawn anew: the run ended with one out of range, or went on with others."""
+    """Indices got noise: the run ended with one out of range, or continued with wrong ones."""
     for name, is_persistent in (("sent", True), ("kept", False)):
         add_model(monkeypatch, name, partial(permuted, is_persistent))
 

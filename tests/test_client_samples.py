@@ -215,7 +215,7 @@ def test_in_order_is_every_sample_as_it_is(batch_size):
 
 @pytest.mark.parametrize(("fits", "sizes"), [(23, [23]), (8, [5, 5, 5, 5, 3]), (1, [1] * 23)])
 def test_outputs_are_computed_in_batches_that_fit_into_the_memory(fits, sizes):
-    """`batch-size`, which the error advised to lower, is not the size of these batches."""
+    """The error advised a lower `batch-size`, which is not the size of these batches."""
     samples, _ = colour_samples()
 
     def compute(x):

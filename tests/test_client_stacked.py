@@ -509,7 +509,7 @@ class Scaled(torch.nn.Module):
 
 @pytest.mark.parametrize("keys", [{"clip_norm": 0.5}, {"fedprox.mu": 1.0}])
 def test_a_parameter_without_dimensions_can_be_stacked(keys, in_float64, monkeypatch):
-    """Both flattened it from its first dimension on, which it lacks."""
+    """Both flattened each client's value from dimension 1 on, which a scalar lacks."""
 
     def build(input_shape):
         pool = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten())
@@ -656,7 +656,7 @@ def test_clients_that_do_not_fit_in_memory_train_fewer_at_a_time(
 
 @pytest.mark.end_to_end
 def test_private_clients_that_train_again_have_released_once(tmp_path, monkeypatch):
-    """Those that had trained before memory ran out failed: `privatise` was called twice."""
+    """Clients that had trained before memory ran out failed: `privatise` was called twice."""
     tried = []
 
     def full(methods, ctxs):

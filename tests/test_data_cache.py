@@ -214,7 +214,7 @@ def test_a_failed_decoding_leaves_no_entry(load, tmp_path):
 
 
 def test_files_that_change_while_they_are_decoded_leave_no_entry(load, tmp_path, monkeypatch):
-    """Else the files as they were before would have the images of the others."""
+    """The cache stored the new images under the digest of the old files."""
     spec = make_folder(tmp_path / "mine", random_images(4, 30, 30))
     file = tmp_path / "mine" / "train" / "ant" / "0.png"
     before, decode = file.read_bytes(), sources.decode

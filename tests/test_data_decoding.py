@@ -134,7 +134,7 @@ def test_images_are_turned_as_their_exif_data_says(load, tmp_path):
 
 
 def test_pillow_prints_no_warning(tmp_path):
-    """In a process of its own: pytest resets the filters of warnings."""
+    """In its own process, because pytest resets the warning filters."""
     transparent, damaged = str(tmp_path / "transparent.png"), str(tmp_path / "damaged.jpg")
     image, exif = Image.fromarray(random_images(30, 30, 3)), Image.Exif()
     image.quantize(250).save(transparent, transparency=bytes(range(250)))

@@ -213,7 +213,7 @@ def test_a_large_alpha_is_nearly_uniform(partition):
 def test_dirichlet_is_the_loop_of_the_public_code_without_its_cap():
     """Yurochkin et al.'s: class by class, cut at int(cumulative share * size), until all have 4.
 
-    Theirs also sets the share of clients that have an equal part of all samples already to 0.
+    Theirs also sets the share of a client to 0 once it has `len(labels) / num_clients` samples.
     """
     labels, num_draws, smallest = balanced_labels(4, 12), 0, set()
     for seed in range(20):

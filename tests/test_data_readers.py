@@ -446,7 +446,7 @@ def test_images_outside_the_folders_of_classes_are_named_in_a_warning(load, tmp_
 
 
 @pytest.mark.parametrize("place", ["ant/\n\x1b[31mred.dcm", "\n\x1b[31mred.png"])
-def test_a_file_s_name_in_a_warning_is_one_line_without_colours(load, tmp_path, caplog, place):
+def test_a_file_name_in_a_warning_is_one_line_without_terminal_codes(load, tmp_path, caplog, place):
     spec = make_folder(tmp_path / "mine", random_images(4, 30, 30))
     (tmp_path / "mine" / "train" / place).touch()
     load(spec)

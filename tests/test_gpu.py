@@ -397,7 +397,7 @@ def test_a_run_resumes_and_stacks(method, tmp_path, record_property, no_pictures
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedreco"])
-def test_diagnostics_are_those_of_a_cpu(method, in_float64, no_pictures):
+def test_diagnostics_agree_with_those_of_a_cpu(method, in_float64, no_pictures):
     def numbers(device):
         folder = subject_of(method).run(num_rounds=2, device=device, diagnostics="all")
         found = [line["diagnostics"] for line in history_of(folder)]

@@ -582,7 +582,7 @@ def test_a_mistake_in_the_function_of_a_model_is_refused_with_its_place(build, r
 
 
 class Factorised(nn.Module):
-    """Weights that are columns, every other row, and one value, of other tensors."""
+    """Its weights are views: columns, every other row, and one value repeated."""
 
     def __init__(self):
         super().__init__()
@@ -596,7 +596,7 @@ class Factorised(nn.Module):
 
 
 def test_weights_with_gaps_in_their_memory_are_trained_as_torch_trains_them(monkeypatch):
-    """The fused kernel took the gaps for weights; those that share memory could not be loaded."""
+    """The fused kernel updated the gaps, and weights that share memory could not be loaded."""
 
     def build(input_shape, norm):
         return Trunk({"mix": Stage(Factorised(), nn.Identity())}, nn.Flatten(), 5)

@@ -290,7 +290,7 @@ def test_a_run_with_exact_metrics_says_so(tmp_path, caplog, no_pictures):
 def test_diagnostics_of_clients_own_models_are_outside_the_guarantee(
     method, exempt, tmp_path, caplog, no_pictures
 ):
-    """FedReCo's clients send no model: those in their state are measured. FedAvg's are noised."""
+    """Those of FedReCo measure the models in client state, those of FedAvg the noised updates."""
     config = {
         **make_config(method=method, privacy__epsilon=0.5).flat,
         "num-rounds": 1, "diagnostics": "cka-clients", "output-dir": str(tmp_path),

@@ -118,7 +118,7 @@ def test_packed_bytes_are_those_of_safetensors():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_type_that_a_model_may_have_reaches_another_process(dtype):
-    """bfloat16 did within a process alone."""
+    """bfloat16 arrived only within one process."""
     values = {"pair": torch.tensor([1, 0]), "scalar": torch.tensor(1), "empty": torch.zeros(0, 3)}
     sent = {name: array.to(dtype) for name, array in values.items()}
     content = RecordDict({"arrays": array_record(sent)})

@@ -273,7 +273,7 @@ def test_a_worker_names_the_gpu_that_it_was_given(tmp_path, monkeypatch, visible
     ("visible", "found"),
     [
         (None, "this machine has 1 GPU"),
-        ("3", "this process sees 1 GPU, CUDA_VISIBLE_DEVICES='3'"),  # as in a worker of Ray's
+        ("3", "this process sees 1 GPU, CUDA_VISIBLE_DEVICES='3'"),  # as in a Ray worker
     ],
 )
 def test_a_device_that_a_worker_lacks_is_refused(tmp_path, monkeypatch, visible, found):
@@ -287,7 +287,7 @@ def test_a_device_that_a_worker_lacks_is_refused(tmp_path, monkeypatch, visible,
 
 @pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize("number", [2, 128, 256])
-def test_a_gpu_whose_number_torch_cannot_hold_is_refused_too(number, monkeypatch):
+def test_a_gpu_number_beyond_torchs_range_is_refused_too(number, monkeypatch):
     """To torch, cuda:256 is cuda:0."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -559,8 +559,8 @@ def test_statistics_far_off_are_beyond_the_norm_bound():
     assert "norm" in strategy.report.left_out["client-2"]
 
 
-def test_an_array_beside_the_model_hides_none_of_its_name():
-    """The model's was not compared with its bound, so one client could set it."""
+def test_an_extra_array_does_not_hide_one_of_the_model_with_its_name():
+    """The model's array was not compared with its bound, so one client could set it."""
 
     class Named(Average):
         def expected_extra(self):
@@ -733,8 +733,8 @@ def test_a_server_half_weights_a_large_round_by_its_own_counts(monkeypatch):
         lambda self, replies: self.extra_sum(replies[:2]),
     ],
 )
-def test_a_server_half_that_averages_some_replies_of_a_large_round_is_refused(monkeypatch, read):
-    """It got the average of all, the second time no arrays."""
+def test_a_server_half_that_averages_a_large_round_in_part_or_twice_is_refused(monkeypatch, read):
+    """It got the average of all replies, and the second time no arrays."""
 
     class Some(Summing):
         needs_only_average = True

@@ -240,7 +240,7 @@ def test_datasets_say_what_is_here_and_count_classes(printed, home):
     assert shown["std"] == [pytest.approx(images.std() / 255, abs=1e-4)]
 
 
-def test_images_that_need_an_image_size_are_counted_with_one(
+def test_a_data_set_that_needs_an_image_size_is_shown_with_one(
     printed, refusal, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("KEEL_HOME", str(tmp_path))

@@ -689,7 +689,7 @@ def test_a_name_in_the_table_of_compare_is_no_formula(two, tmp_path):
         assert [row["run"] for row in csv.DictReader(file)] == ["'=HYPERLINK(1)", "other"]
 
 
-def test_table_and_plot_of_compare_have_no_options_of_other_methods(tmp_path):
+def test_table_and_plot_of_compare_leave_out_options_of_other_methods(tmp_path):
     for name, method, mu in (("a", "fedavg", 0.01), ("b", "fedprox", 0.1), ("c", "fedprox", 1.0)):
         make_run(tmp_path / name, {"method": method, "fedprox.mu": mu}, 1)
     table, names = tmp_path / "t.csv", [str(tmp_path / name) for name in "abc"]

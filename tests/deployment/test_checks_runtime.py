@@ -72,7 +72,7 @@ def test_a_device_that_is_not_there():
 
 @pytest.mark.parametrize("has_driver", [True, False])
 def test_a_gpu_that_torch_does_not_find_is_explained(has_driver, monkeypatch):
-    """As with a torch that is built without CUDA, or for a newer driver."""
+    """As if torch were built without CUDA, or for a newer driver."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.version, "cuda", None)

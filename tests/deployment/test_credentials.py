@@ -349,7 +349,7 @@ def test_registering_where_nothing_listens_names_the_address(tmp_path):
 
 
 def test_registering_at_the_port_for_clients_names_it(tmp_path):
-    """It ended with a traceback: that port has the same certificate, and does not speak HTTP."""
+    """It ended with a traceback: that port has the same certificate, but is no HTTP server."""
     make_credentials(tmp_path, ["localhost"], ["x"])
     port, thread = tls_server(tmp_path / "server", 2)
     with pytest.raises(RuntimeError, match=rf"--superlink 127\.0\.0\.1:{port}: .*port for users"):
@@ -358,7 +358,7 @@ def test_registering_at_the_port_for_clients_names_it(tmp_path):
 
 
 def test_an_ipv6_address_without_brackets_is_refused():
-    """The check of the port took it; gRPC and HTTP, which need the brackets, did not."""
+    """The check of the port accepted it, but gRPC and HTTP need the brackets."""
     assert split_address("[::1]:9092") == ("::1", 9092)
     for address in ("::1:9092", "[::1:9092", "::1]:9092"):
         with pytest.raises(ValueError, match=r"IPv6 address in brackets: \["):

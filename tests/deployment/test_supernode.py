@@ -231,8 +231,8 @@ def test_an_interval_that_is_no_number_of_seconds_is_refused_in_one_line(monkeyp
     ("program", "stated"),
     [("supernode", ""), ("executor", ""), ("executor", "1"), ("superlink_server", "")],
 )
-def test_a_program_tells_flower_nothing_unless_its_user_wants_it(program, stated):
-    """Flower's own report each start and end of a process, a ClientApp's too."""
+def test_a_program_sends_flower_no_reports_unless_its_user_wants_it(program, stated):
+    """Flower's own programs report each start and end of a process, also of a ClientApp."""
     names = ("FLWR_TELEMETRY_ENABLED", "FLWR_DISABLE_UPDATE_CHECK")
     env = {key: value for key, value in os.environ.items() if key not in names}
     env |= {"FLWR_TELEMETRY_ENABLED": stated} if stated else {}

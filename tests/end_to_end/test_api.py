@@ -153,7 +153,7 @@ def test_products_on_a_cpu_are_in_float32_whatever_a_notebook_has_set():
 
 
 def test_a_default_device_of_a_notebook_does_not_matter(home):
-    """With "cuda", too, a run would fail: random numbers are drawn on the CPU."""
+    """With any but the CPU a run failed: random numbers are drawn on the CPU."""
     images = np.full((2, 40, 40, 3), 7, np.uint8)
     expected = keel.run(SMALL, clients=2, quiet=True)
     probabilities = expected.model().probabilities(images)

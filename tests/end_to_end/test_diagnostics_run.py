@@ -285,8 +285,8 @@ def test_real_sites_that_send_no_weights_cannot_be_measured():
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedreco"])
-def test_what_is_sent_first_is_on_the_cpu_whatever_measures(method, tmp_path, monkeypatch):
-    """On a GPU the first global arrays were there, and the clients' updates on the CPU."""
+def test_the_first_global_model_is_on_the_cpu_also_with_diagnostics(method, tmp_path, monkeypatch):
+    """It was on the GPU, and the clients' updates on the CPU."""
     monkeypatch.setattr(server_app.federation, "device_for", lambda name: torch.device("meta"))
     keys = (
         SMALL | PERSONAL | {"method": method, "diagnostics": "drift", "output-dir": str(tmp_path)}
@@ -326,7 +326,7 @@ def test_the_command_measures_saved_personal_models(run, monkeypatch, capsys, tm
     assert "exists and is not overwritten" in capsys.readouterr().err
 
 
-def test_what_the_command_writes_in_a_run_directory_is_for_its_user_alone(run, monkeypatch):
+def test_only_the_user_can_read_what_the_command_writes_in_a_run_directory(run, monkeypatch):
     folder = run({"num-rounds": 1})
     [model] = (folder / "checkpoints").glob("round-00001-*")
     before = os.umask(0o022)
@@ -339,8 +339,8 @@ def test_what_the_command_writes_in_a_run_directory_is_for_its_user_alone(run, m
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
-def test_a_run_of_a_device_that_is_absent_here_is_measured_on_the_cpu(run, monkeypatch, caplog):
-    """As of a GPU, on a machine that has none; `keel predict` reads its models, too."""
+def test_a_run_whose_device_is_absent_is_measured_on_the_cpu(run, monkeypatch, caplog):
+    """Such as a GPU run on a machine without one; `keel predict` reads its model there, too."""
     folder = run({"num-rounds": 1})
     path = folder / "config.json"
     config = json.loads(path.read_text())

@@ -256,7 +256,7 @@ def test_a_run_that_did_not_finish_is_not_passed(run):
 
 
 def test_a_run_of_a_gpu_is_replayed_on_the_cpu_where_there_is_none(run, monkeypatch):
-    """It failed as if something were wrong with the run."""
+    """The missing GPU was a failed check of the run."""
     folder = run({"num-rounds": 1})
     config = json.loads((folder / "config.json").read_text())
     for keys in config["config"], config["overrides"]:

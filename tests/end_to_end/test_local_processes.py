@@ -159,8 +159,8 @@ def test_a_resumed_run_stays_where_it_is(monkeypatch):
         (signal.SIGHUP, 129, ""),
     ],
 )
-def test_whatever_stops_the_command_removes_what_it_made(monkeypatch, capsys, number, code, said):
-    """SIGTERM and a closed terminal left the temporary keys; Ctrl-C said nothing."""
+def test_the_command_cleans_up_after_any_signal(monkeypatch, capsys, number, code, said):
+    """SIGTERM and a closed terminal left the temporary keys; Ctrl-C printed nothing."""
     removed = []
 
     def deployed(*_):

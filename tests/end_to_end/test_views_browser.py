@@ -126,7 +126,7 @@ def test_the_filter_leaves_rows_that_have_all_words(page):
 
 
 def test_the_same_runs_are_selected_after_back_and_reload(page, base):
-    """The browser restored the boxes by their place: others, once the order had changed."""
+    """The browser restored the boxes by position: those of other runs once rows had moved."""
     chosen = {"fedavg-1", "moon-2"}
     page.get_by_role("columnheader", name="run").get_by_role("button").click()
     open_comparison(page, *chosen)

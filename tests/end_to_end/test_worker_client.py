@@ -310,7 +310,7 @@ def test_a_second_worker_at_a_socket_is_refused_and_a_stale_socket_is_not(reside
         assert stale.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_socket_that_cannot_be_made_is_named(tmp_path):
+def test_a_socket_that_cannot_be_created_is_named(tmp_path):
     """The worker ended with `error: [Errno 13] Permission denied`, or 98, and no path."""
     (path := tmp_path / "worker.sock").mkdir()
     with pytest.raises(OSError, match=r"already in use: '.*worker\.sock'"):

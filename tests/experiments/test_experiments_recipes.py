@@ -465,8 +465,8 @@ def test_a_row_is_called_as_it_is_written(name):
     assert parse_recipe(text, Path("r.yaml")).rows[0].name == name
 
 
-def test_off_is_a_word_where_text_is_due():
-    """YAML reads it as False, which was refused as no string."""
+def test_off_is_text_in_a_text_key():
+    """YAML reads it as False, which was refused."""
     text = good.replace("config: {", "config: {norm-bound: off, flip: off, ", 1)
     text = text.partition("claims")[0] + "grid: {norm-bound: [off, median]}\n"
     recipe = parse_recipe(text, Path("r.yaml"))
@@ -476,7 +476,7 @@ def test_off_is_a_word_where_text_is_due():
 
 
 @pytest.mark.parametrize(("number", "taken"), [("010", 8), ("1:30", 90)])
-def test_a_number_that_yaml_takes_for_another_is_refused_with_its_line(number, taken):
+def test_a_number_that_yaml_reads_as_another_is_refused_with_its_line(number, taken):
     text = good.replace("num-clients: 4", f"num-clients: {number}")
     with pytest.raises(ValueError, match=f"^r.yaml, line 3: YAML takes {number} for {taken}:"):
         parse_recipe(text, Path("r.yaml"))
@@ -1112,7 +1112,7 @@ def test_a_claim_may_name_its_round_and_a_headline_is_one_of_the_claims():
         parse_recipe(text, Path("r.yaml"))
 
 
-def test_the_names_in_a_claim_may_have_its_words():
+def test_names_may_contain_the_words_of_a_claim():
     text = """\
 config: {source: digits, num-clients: 4}
 rows: {SGD in fp32: {}, SGD in bf16: {lr: 0.1}}

@@ -164,7 +164,7 @@ def test_more_seeds_than_the_recipe_names_are_announced(
     ("number", "seeds"), [(0, [7, 42]), (1, [7]), (2, [7, 42]), (5, [7, 42, 0, 1, 2])]
 )
 def test_seeds_are_the_recipes_before_others(number, seeds, tmp_path, monkeypatch):
-    """0 to 4 beside those that had run were seven seeds, and `after 5 of 7 seeds` for ever."""
+    """With 0 to 4 beside the recipe's two, a verdict stayed at `after 5 of 7 seeds`."""
     (tmp_path / "t.yaml").write_text(f"seeds: [7, 42]\n{two_rows}")
     found: list[Options] = []
     monkeypatch.setattr(runner, "run_recipe", lambda *of: found.append(of[2]) or {})
@@ -174,7 +174,7 @@ def test_seeds_are_the_recipes_before_others(number, seeds, tmp_path, monkeypatc
 
 
 def options(**changed: Any) -> Options:
-    """One seed at the paper's scale, unless message otherwise."""
+    """One seed at the paper's scale, unless `changed` says otherwise."""
     return Options(**{"scale": "paper", "changes": {}, "seeds": [0], "full_grid": True, **changed})
 
 
@@ -317,8 +317,10 @@ def ran(
     ("device", "asked", "expected"),
     [("cpu", None, 0.0), ("cpu", 0.5, 0.5), ("auto", None, None), ("cuda", None, None)],
 )
-def test_runs_on_the_cpu_take_no_gpu_unasked(device, asked, expected, tmp_path, monkeypatch):
-    """On a machine with one GPU, they were executed one after the other."""
+def test_runs_on_the_cpu_are_given_no_gpu_by_default(
+    device, asked, expected, tmp_path, monkeypatch
+):
+    """On a machine with one GPU, they ran one after the other."""
     recipe, seen = parse_recipe(two_rows, Path("t.yaml")), list[Resources]()
 
     class Seen(FakeTasks):
@@ -1199,8 +1201,8 @@ def test_an_infinite_lead_counts_as_the_largest_on_its_side(leads, verdict):
     assert judge(leads) == verdict
 
 
-def test_one_difference_decides_nothing_beside_runs_that_failed():
-    """Three runs of the better side failed, and two of the other: the claim was not reproduced."""
+def test_a_single_difference_decides_nothing_where_the_other_runs_failed():
+    """The leads of 0 of two pairs that failed on both sides counted as measured."""
     claim = Claim("A above B in c", "A", "B", True, "c")
     leads = [*3 * [-math.inf], 0.0, 0.0, -5.0]
     assert verdict_on(claim, [-5.0], leads) == "inconclusive"
@@ -1491,7 +1493,7 @@ def test_measures_of_features_are_compared_over_rows_on_one_axis(tmp_path):
 
 
 def test_columns_that_read_other_curves_of_the_same_runs_have_charts_of_their_own(tmp_path):
-    """The report had no curve of the clients' test parts, whose accuracies were in its table."""
+    """The report lacked the curves of the clients' test parts, although its table had them."""
     columns = "columns: {test: {}, parts: {of: local_global.mean}, average: {take: ema 0.5}}\n"
     recipe, runs = all_run(tmp_path, two_rows + columns, options())
     for run in runs:
@@ -1510,7 +1512,7 @@ def test_columns_that_read_other_curves_of_the_same_runs_have_charts_of_their_ow
     }
 
 
-def test_a_chart_of_columns_that_share_no_name_has_the_names_of_all(tmp_path):
+def test_the_heading_of_a_chart_names_columns_that_share_no_part(tmp_path):
     """Its heading was ": accuracy over rounds"."""
     text = two_rows + "columns: {final: {}, best: {take: best}}\n"
     recipe, _ = all_run(tmp_path, text, options())

@@ -740,7 +740,7 @@ def test_a_copy_keeps_the_sign_of_divergence(output):
         'ValueError: resume = "/home/jane/it\'s" cannot be read',
     ],
 )
-def test_a_copy_of_a_failed_run_names_no_path(output, reason):
+def test_a_copy_of_a_failed_run_contains_no_path(output, reason):
     (path, *_) = sorted(output.glob("runs/*/attempt/summary.json"))
     path.write_text(json.dumps({"status": f"failed: {reason}"}))
     found = json.loads(dict(copies(path.parent))["summary.json"])["status"]

@@ -191,7 +191,7 @@ def test_latex_is_escaped():
     assert latex("a_b & 50% ±\\x{}") == r"a\_b \& 50\% $\pm$\textbackslash{}x\{\}"
     # after the \\ of the row above, LaTeX reads [ and * as its arguments; > is another character
     assert latex("[ours]* > |x|") == "{[}ours]{*} $>$ $|$x$|$"
-    assert latex("α ≥ 0.5, Δλ") == r"$\alpha$ $\geq$ 0.5, $\Delta$$\lambda$"  # pdflatex has none
+    assert latex("α ≥ 0.5, Δλ") == r"$\alpha$ $\geq$ 0.5, $\Delta$$\lambda$"  # pdflatex prints none
 
 
 @pytest.mark.parametrize("query", [{"smooth": "nan"}, {"smooth": "x"}, {"x": "y", "curve": "z"}])
