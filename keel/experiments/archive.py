@@ -41,7 +41,8 @@ PRIVATE = ("output-dir", "data-dir", "resume", "run-name")
 MANIFEST = ("code", "data", "keel", "machines", "precision", "simulated", "versions")
 RUN_FILES = ("config.json", "manifest.json", "summary.json", HISTORY_FILE)  # of a run in a zip
 MAX_STATUS = 200  # characters
-PATH = re.compile(r"""'[^']*/[^']*'|"[^"]*/[^"]*"|(?<!\w)/\S+""")  # in a status, quoted or not
+# in a status, quoted or not; bounded, or an unclosed quote would take seconds
+PATH = re.compile(r"""(?<!\w)'[^']{,4096}/[^']{,4096}'|"[^"]{,4096}/[^"]{,4096}"|(?<!\w)/\S+""")
 MAX_BYTES = 2**30  # of a zip's files, unpacked; a table of a paper has a few million
 COPY_AGAIN = "copy it again from where it was made, or remove it"
 

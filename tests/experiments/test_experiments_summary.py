@@ -748,6 +748,14 @@ def test_a_copy_of_a_failed_run_contains_no_path(output, reason):
     assert not {"home", "jane", "doe", "history"} & set(re.findall(r"\w+", found))
 
 
+def test_apostrophes_in_a_copied_status_are_no_quotes(output):
+    reason = "a client's share, 3/4 of the site's data, is too large"
+    (path, *_) = sorted(output.glob("runs/*/attempt/summary.json"))
+    path.write_text(json.dumps({"status": f"failed: {reason}"}))
+    found = json.loads(dict(copies(path.parent))["summary.json"])["status"]
+    assert found == f"failed: {reason}"
+
+
 def test_the_page_and_the_table_say_what_an_archive_holds(output):
     pack(output, output / "histories")
     page, readme = output / "papers.md", output / "README.md"
