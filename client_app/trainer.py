@@ -172,7 +172,7 @@ def train_phase(ctx: RoundContext, phase: Phase) -> Descent:
     with torch.random.fork_rng(devices=cuda), products(ctx.precision):
         seed_default(ctx.seed("dropout", phase.stream), ctx.device)
         for number, rate in enumerate(rates):  # nothing here waits for the device
-            is_replayed = len(plan.index[number]) in sizes
+            is_replayed = bool(sizes) and len(plan.index[number]) in sizes
             batch_of, gradients_for = recorded if is_replayed else (batch, gradients)
             step = ctx.train_samples.step(plan, number, batch_of)
             with forward_in(ctx.precision, ctx.device):
