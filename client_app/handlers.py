@@ -246,8 +246,8 @@ def error_reply(error: Exception, message: Message, context: Context) -> Error:
 def without_file_names(reason: str, error: Exception, source: str) -> str:
     """The reason as the server gets it: paths and files of a site may name people.
 
-    source: of the client's node config; its path is left out too, as are
-    $KEEL_HOME and the user's folder.
+    source: of the client's node config; its path is left out too, as are $KEEL_HOME and the user's
+    folder.
     """
     log_has_it = "this client's log names the file"
     if isinstance(error, ImageFileError):

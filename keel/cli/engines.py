@@ -111,7 +111,7 @@ def torch_defaults() -> Iterator[None]:
     onednn = torch.backends.mkldnn  # in bfloat16 after torch.set_float32_matmul_precision("medium")
     places: list[Any] = [onednn.matmul, onednn.conv, onednn.rnn]  # type: ignore[attr-defined]  # defined at import
     before = [place.fp32_precision for place in places]
-    is_cpu = torch.get_default_device().type == "cpu"  # this context would slow down every call
+    is_cpu = torch.get_default_device().type == "cpu"  # torch.device would slow down every call
     torch.set_default_dtype(torch.float32)
     for place in places:
         place.fp32_precision = "ieee"
