@@ -38,6 +38,7 @@ from keel.runs import SavedRun, is_locked, lock_holder
 from protocol.flower_compat import superlink_unavailable
 from protocol.processes import num_cores
 from server_app import history
+from server_app.report import Reporter
 from tests.tools.run_directories import line_of, make_run
 
 root = Path(__file__).parent.parent.parent
@@ -176,9 +177,13 @@ def test_a_run_goes_on_while_its_superlink_restarts(monkeypatch, end):
     assert stopped == ([12] if end == "Ctrl-C" else [])
 
 
-def test_a_run_that_is_stopped_on_the_server_has_not_failed(monkeypatch):
+def test_a_run_that_is_stopped_on_the_server_has_not_failed(monkeypatch, caplog):
+    caplog.set_level("INFO", logger="keel")
+    reporter = SimpleNamespace(lock=nullcontext(), is_finished=False, write=print, history=[{}])
+    Reporter.interrupted(reporter)
+
     def start(self, job, arguments):
-        text = "12:00:01 round 1/5: accuracy 9.00 %\n12:00:02 stopping: round 1 is done\n"
+        text = f"12:00:01 round 1/5: accuracy 9.00 %\n12:00:02 {caplog.messages[-1]}\n"
         self.read(io.StringIO(f"Successfully started run 12\n{text}"))
 
     monkeypatch.setattr(FlowerRun, "start", start)
