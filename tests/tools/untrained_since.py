@@ -25,10 +25,10 @@ from server_app.manifest import NUM_NOTED_ROUNDS
 root = Path(__file__).parents[2]
 last_of_0_1 = "da1fbf3a"
 
-# What each version runs: it prints its processor seconds whenever the history grows. Both versions
-# have `run_inline` and write a line of history.jsonl at the end of each round.
+# What each version runs: it prints its processor seconds at each new line of history.jsonl. Both
+# versions have `run_inline` and write such a line at the end of each round, perhaps in pieces.
 measure = """
-import json, os, sys, threading, time
+import json, sys, threading, time
 from pathlib import Path
 from server_app.inline import run_inline
 
@@ -36,11 +36,11 @@ keys, num_clients = json.loads(sys.argv[1]), int(sys.argv[2])
 at, is_over = [], threading.Event()
 
 def watch():
-    size, found = 0, []
+    seen, found = 0, []
     while not is_over.wait(0.002):
         found = found or list(Path(keys["output-dir"]).glob("*/history.jsonl"))
-        if found and (now := os.stat(found[0]).st_size) > size:
-            size = now
+        if found and (now := len(found[0].read_bytes().splitlines())) > seen:
+            seen = now
             at.append(time.process_time())
 
 watcher = threading.Thread(target=watch)
