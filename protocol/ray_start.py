@@ -1,4 +1,4 @@
-"""Start Ray on this machine without processes that no run uses.
+"""Start Ray on this machine, for this user alone, without processes that no run uses.
 
 `ray.init` also starts a dashboard server (even with `include_dashboard=False`), an autoscaler
 monitor, a log monitor that forwards what workers print, and idle workers that a run cannot use,
@@ -7,7 +7,20 @@ time, and Ray 2.55 has no option to leave out the first three.
 """
 
 import os
+import secrets
+import sys
 from typing import Any
+
+
+def require_token() -> None:
+    """Let a Ray that this process starts accept only who has its token; call it before Ray is used.
+
+    Its ports are open to other users and machines, which could otherwise run code as this user. Ray
+    reads the variables when it is imported; set later, they would reach only the servers that it
+    starts.
+    """
+    if "ray" not in sys.modules and "RAY_AUTH_MODE" not in os.environ:
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 def skip_unused_processes(forwards_output: bool) -> None:

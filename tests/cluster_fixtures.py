@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -176,3 +178,28 @@ def two_nodes(folder: Path) -> Iterator[Cluster]:
         yield cluster
     finally:
         cluster.close()
+
+
+def assert_only_who_has_the_token_joins(raylet: Path) -> None:
+    """Its Ray accepts a client with its token, and none without or with another one.
+
+    raylet: its folder in /proc.
+    """
+    address = re.search(r"--gcs-address=([\d.:]+)", (raylet / "cmdline").read_text())
+    assert address
+    own = dict(v.split("=", 1) for v in (raylet / "environ").read_text().split("\0") if v)
+    none = {k: v for k, v in own.items() if not k.startswith("RAY_AUTH")}
+    none |= {"RAY_NUM_REDIS_GET_RETRIES": "1"}  # to be refused soon
+    others = none | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+    code = f"import ray; ray.init(address={address[1]!r}); print('in')"
+    joining = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for environment in (none, others, own)
+    ]
+    assert [each.communicate(timeout=START_TIMEOUT_S)[0] for each in joining] == ["", "", "in\n"]

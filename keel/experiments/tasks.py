@@ -10,7 +10,6 @@ import fcntl
 import logging
 import math
 import os
-import secrets
 import shutil
 import signal
 import sys
@@ -36,7 +35,7 @@ from protocol.flower_compat.simulation import worker_variables
 from protocol.options import OptionValue
 from protocol.processes import num_cores
 from protocol.ray_nodes import CPU_WORKERS, Node, living_nodes
-from protocol.ray_start import skip_unused_processes
+from protocol.ray_start import require_token, skip_unused_processes
 from protocol.text import in_one_line, num_of
 
 LOG_FILE = "log.txt"
@@ -195,11 +194,8 @@ class RayTasks:
 def connected(resources: Resources) -> Iterator[None]:
     """Ray within: the cluster, or one of this process, which leaves nothing behind."""
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # under `uv run`: no copy of the sources
-    # Its ports are open to other users and machines, so it requires a token. Ray reads the
-    # variables when it is imported; set later, they would reach only the servers that it starts.
-    if not resources.address and "ray" not in sys.modules:
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if not resources.address:
+        require_token()
     import ray
 
     if not resources.address:

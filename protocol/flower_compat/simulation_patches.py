@@ -21,8 +21,15 @@ from typing import Any
 from flwr.app import Message
 
 from protocol.flower_compat import replace
-from protocol.flower_compat.simulation import WorkerThreads, is_replaced, started, vce_api_name
+from protocol.flower_compat.simulation import (
+    WorkerThreads,
+    is_cluster,
+    is_replaced,
+    started,
+    vce_api_name,
+)
 from protocol.ray_nodes import MAX_WORKERS
+from protocol.ray_start import require_token
 
 MIN_LOOK_S, MAX_LOOK_S, LOOK_SHARE = 0.01, 0.1, 0.01
 
@@ -32,6 +39,8 @@ def replace_backend() -> None:
     module = sys.modules.get(vce_api_name)
     if module is None or is_replaced():
         return
+    if not is_cluster():
+        require_token()
     try:
         from flwr.server.superlink.fleet.vce.backend import raybackend
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster_fixtures import assert_only_who_has_the_token_joins
 from run_fixtures import final_model, history_of, same_bits, summary_of, wait_until, without_times
 
 from keel.cli.main import main as keel
@@ -108,29 +109,6 @@ def session_of(worker: int) -> Path:
     return Path(found[0])
 
 
-def assert_only_who_has_the_token_joins(worker: int) -> None:
-    """The worker's Ray accepts a client with its token, and none without or with another one."""
-    raylet = raylet_of(worker)
-    address = re.search(r"--gcs-address=([\d.:]+)", (raylet / "cmdline").read_text())
-    assert address
-    own = dict(v.split("=", 1) for v in (raylet / "environ").read_text().split("\0") if v)
-    none = {k: v for k, v in own.items() if not k.startswith("RAY_AUTH")}
-    none |= {"RAY_NUM_REDIS_GET_RETRIES": "1"}  # to be refused soon
-    others = none | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
-    code = f"import ray; ray.init(address={address[1]!r}); print('in')"
-    joining = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for environment in (none, others, own)
-    ]
-    assert [each.communicate(timeout=wait_s)[0] for each in joining] == ["", "", "in\n"]
-
-
 def test_further_presses_of_ctrl_c_end_it_at_once(tmp_path):
     """They ended in a traceback of Ray's, which was interrupted while it ended."""
     with started(sweep, tmp_path) as process:
@@ -183,7 +161,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[di
         worker = worker_of(output, len(before) + 1)
         session = session_of(worker)
         os.kill(worker, signal.SIGSTOP)
-        assert_only_who_has_the_token_joins(worker)
+        assert_only_who_has_the_token_joins(raylet_of(worker))
         process.kill()
         os.kill(worker, signal.SIGCONT)
         wait_until(lambda: not is_alive(worker))

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from cluster_fixtures import assert_only_who_has_the_token_joins
 from PIL import Image
 from run_fixtures import SMALL, assert_same_run, keel_run, summary_of
 
@@ -64,6 +65,9 @@ def test_a_flower_run_is_stopped_by_ctrl_c_and_resumed_to_the_same_bits(tmp_path
             if line.startswith("round    2/1000   personal"):
                 break
         assert any("superlink_server" in command for command in started_by(home)), out
+        processes = [Path(f"/proc/{pid}") for pid in marked_processes(f"{process.pid}-")]
+        [raylet] = [each for each in processes if (each / "exe").readlink().name == "raylet"]
+        assert_only_who_has_the_token_joins(raylet)
         process.send_signal(signal.SIGINT)
         rest, err = process.communicate(timeout=120)
     out += rest
