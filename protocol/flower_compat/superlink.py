@@ -37,18 +37,25 @@ is refused, with one line in the log.
 Replaces `HEARTBEAT_PATIENCE` of tasks. Why: Flower ends the run of a ServerApp that was stopped for
 a minute. Here it has three.
 
+Replaces `get_middleware` of Flower's `extensions` for `--simulation`. Why: that SuperLink has no
+accounts, so any user of the machine could start runs there, with the rights of the user who started
+it. Here it answers only that user's processes.
+
 What it accepts from SuperNodes, and what it does with a full disk: reply_bounds.py.
 
 Needs `--database`: with any other state, this is Flower's SuperLink.
 """
 
 import logging
+import os
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -80,10 +87,14 @@ from flwr.supercore.object_store.sql_object_store import SqlObjectStore
 from flwr.supercore.state.schema.corestate_models import Task as TaskRow
 from flwr.supercore.state.schema.linkstate_models import MessageIns, MessageRes, Node
 from flwr.supercore.utils import int64_to_uint64, uint64_to_int64
+from flwr.superlink import extensions
 from flwr.superlink.cli.flower_superlink import flower_superlink
 from flwr.superlink.servicer.runtime import runtime_handlers
 from sqlalchemy import exists, select, update
 from sqlalchemy.exc import SQLAlchemyError
+from starlette.middleware import Middleware
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protocol.flower_compat import (
     MAX_OBJECT_BYTES,
@@ -372,6 +383,41 @@ class OwnKeyInterceptor(NodeAuthServerInterceptor):
         )
 
 
+TCP_TABLE = Path("/proc/net/tcp")  # of Linux: the IPv4 connections with the user of each end here
+
+
+def user_of(client: tuple[str, int], server: tuple[str, int]) -> int | None:
+    """The id of the user at the client's end of a connection on this machine; None: of none.
+
+    None also if that end was closed meanwhile, because the table then says 0.
+    """
+    ends = [
+        f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"
+        for host, port in (client, server)
+    ]
+    for line in TCP_TABLE.read_text().splitlines():
+        _, local, remote, state, _, _, _, user, *_ = line.split()
+        if [local, remote, state] == [*ends, "01"]:  # 01: established
+            return int(user)
+    return None
+
+
+class OwnUserOnly:
+    """Refuses the requests of other users."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        is_request = scope["type"] != "lifespan"
+        if is_request and user_of(scope["client"], scope["server"]) != os.getuid():
+            log.warning("a request of another user: refused")
+            await PlainTextResponse("refused: another user's SuperLink", 403)(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+
 def main() -> None:
     """As `flower-superlink`, with the same options."""
     log_in_one_line()
@@ -389,5 +435,8 @@ def main() -> None:
     cli = sys.modules[flower_superlink.__module__]
     replace(cli, "NodeAuthServerInterceptor", OwnKeyInterceptor, NodeAuthServerInterceptor)
     replace(cli, "GRPC_MAX_MESSAGE_LENGTH", 2 * MAX_OBJECT_BYTES, GRPC_MAX_MESSAGE_LENGTH)
+    if "--simulation" in sys.argv and TCP_TABLE.exists():
+        found = extensions.get_middleware
+        replace(extensions, "get_middleware", lambda: (Middleware(OwnUserOnly), *found()), found)
     threading.Thread(target=PatientLinkState.presence.watch, daemon=True).start()
     flower_superlink()
