@@ -43,6 +43,7 @@ def simulation_superlink(
     ValueError if a process has one there.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)  # its logs name what the run's log names
     with locked(folder / LOCK_FILE):  # first: of two that start at once, one touches nothing
         end_marked(folder)
         for path in folder.iterdir():

@@ -321,6 +321,7 @@ def test_of_two_superlinks_that_start_at_once_in_a_folder_one_is_refused(tmp_pat
         ):
             pass
         assert (folder / "config.toml").exists()
+        assert folder.stat().st_mode & 0o777 == 0o700  # other users could read the run's log
         assert lock_holder(folder / ".lock") == os.getpid()
     assert found == [[".lock"]]
     with simulation_superlink(folder):
