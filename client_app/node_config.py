@@ -190,8 +190,7 @@ def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
                 f"state-dir = {str(base)[:200]!r}: expected a folder below {clients}, at most "
                 f"{MAX_DEPTH} deep: move the state there; a resident worker writes nowhere else"
             )
-        folder = base / run / client
-        return StateFolder(folder, max_ahead, run_id=request.run_id)
+        return StateFolder(base / run / client, max_ahead, run_id=request.run_id)
     if is_path and path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(

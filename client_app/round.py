@@ -124,8 +124,7 @@ class RoundContext:
         generators = (torch.Generator().manual_seed(self.seed(stream, n)) for n in numbers)
         samples, train = self.train_samples, self.config.train
         size = batch_size_for(len(samples), train)
-        max_steps = None if unit == "epochs" else count
-        return samples.plan(size, self.config.data, generators, max_steps)
+        return samples.plan(size, self.config.data, generators, None if unit == "epochs" else count)
 
     def steps(self, stream: str, count: int, unit: str = "epochs") -> Iterator[Step]:
         """The steps of `plan`."""

@@ -603,6 +603,5 @@ def train_stacked(
                 ended[n] = error
         if phases:
             chosen = [methods[n] for n in phases], [own[n] for n in phases]
-            made = train_phases(*chosen, list(phases.values()))
-            descents = dict(zip(phases, made, strict=True))
+            descents = dict(zip(phases, train_phases(*chosen, list(phases.values())), strict=True))
     return [ended[n] for n in range(len(ctxs))]

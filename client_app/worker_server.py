@@ -255,8 +255,7 @@ class WorkerProcess:
         header = json.loads(receive_frame(peer, deadline, max_header_bytes))
         if header["kind"] == "ready?":
             return [self.about()]
-        hold = partial(self._hold, peer)
-        frames = [receive_frame(peer, deadline, note=hold) for _ in range(2)]
+        frames = [receive_frame(peer, deadline, note=partial(self._hold, peer)) for _ in range(2)]
         if header["code"] != self.code:
             return error_frames(
                 f"this client's worker runs code {self.code} of Keel, the run's app is "

@@ -124,8 +124,7 @@ def mean_and_std(images: np.ndarray) -> tuple[list[float], list[float]]:
     histogram = np.zeros((channels, 256), dtype=np.int64)
     for start in range(0, len(images), 1024):  # bincount makes int64 copies
         for c in range(channels):
-            pixels = images[start : start + 1024, c].ravel()
-            histogram[c] += np.bincount(pixels, minlength=256)
+            histogram[c] += np.bincount(images[start : start + 1024, c].ravel(), minlength=256)
     values = np.arange(256) / 255
     mean = histogram @ values / histogram.sum(axis=1)
     variance = (histogram * (values - mean[:, None]) ** 2).sum(axis=1) / histogram.sum(axis=1)
@@ -158,8 +157,7 @@ def with_file(item: str, use: Callable[[Image.Image], T], upright: bool = True) 
         # By its name, Pillow would map an uncompressed file into memory, where it scrambles a TIFF
         # file that is to be turned, and a file cut short meanwhile kills the process.
         with open(item, "rb") as file, Image.open(file, formats=FORMATS) as image:
-            is_deep = _is_deep(image)
-            if image.mode in CHANNELS_OF_MODE and not is_deep:
+            if image.mode in CHANNELS_OF_MODE and not _is_deep(image):
                 is_turned = upright and _orientation(image) != 1
                 return use(ImageOps.exif_transpose(image) if is_turned else image)
             mode = image.mode

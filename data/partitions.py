@@ -35,8 +35,7 @@ class Parts:
                 f"Parts: expected {len(indices)} owners, for each index the number of its client, "
                 f"from 0: found {len(owners)} of {owners.dtype}, the smallest {smallest:g}"
             )
-        order = np.lexsort((indices, owners))
-        self.indices = indices[order].astype(np.int64, copy=False)
+        self.indices = indices[np.lexsort((indices, owners))].astype(np.int64, copy=False)
         sizes = np.bincount(owners, minlength=num_clients)
         self.ends = np.concatenate([[0], np.cumsum(sizes)])  # [N + 1]
 

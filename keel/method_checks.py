@@ -261,8 +261,7 @@ def trains_on_what_it_receives(subject: Subject) -> None:
     ctx = subject.round(config, 2, subject.trained(config).state)
     before = {name: array.clone() for name, array in ctx.received.items()}
     method = method_of(config)
-    update = method.train(ctx)
-    check_update(method, update)
+    check_update(method, method.train(ctx))
     require(not difference(before, ctx.received), "training changes the received arrays in place")
 
 

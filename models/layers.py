@@ -68,8 +68,7 @@ def conv_norm(
 
     No bias, as the norm has a shift.
     """
-    padding = kernel // 2
-    conv = nn.Conv2d(in_width, width, kernel, stride, padding, groups=groups, bias=False)
+    conv = nn.Conv2d(in_width, width, kernel, stride, kernel // 2, groups=groups, bias=False)
     return nn.Sequential(conv, norm(width))
 
 

@@ -161,8 +161,7 @@ class StagedModel(FixedModule):
         return self.stage_names.index(split)
 
     def _split_layer(self, split: str) -> str:
-        is_last = self._stage_index(split) == len(self.stages) - 1
-        return "features" if is_last else split
+        return "features" if self._stage_index(split) == len(self.stages) - 1 else split
 
 
 def _in_full(x: Tensor) -> Tensor:

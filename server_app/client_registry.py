@@ -243,8 +243,7 @@ class ClientRegistry:
         One that was silent is queried again after 20 times as long, at least a minute; at once when
         a client is missing and it had less than QUERY_TIMEOUT_S.
         """
-        deadline = time.monotonic() + timeout_s
-        answers = ask(self.grid, nodes, self.query, deadline, self.names)
+        answers = ask(self.grid, nodes, self.query, time.monotonic() + timeout_s, self.names)
         for node, reason in answers.rejected.items():
             self.refuse(node, reason, RETRY_AFTER_S)
         had_little_time = timeout_s < QUERY_TIMEOUT_S

@@ -272,8 +272,7 @@ def prepare(
     )
     noted = read_manifest(directory.path).get("rounds", {})
     if 0 < start.round <= NUM_NOTED_ROUNDS and str(start.round) not in noted:  # killed before it
-        digest = start.noted_digest(config.model.model)
-        note_round(directory.path, config, start.round, digest)
+        note_round(directory.path, config, start.round, start.noted_digest(config.model.model))
     memory = StateMemory(max_rounds_ahead(config.rounds.checkpoint_interval))
     if config.rounds.snapshot_every > 1 and has_own_clients(grid):
         memories[directory.path] = memory
@@ -360,8 +359,7 @@ def run_rounds(
     status = "finished"
 
     def kind_of(server_round: int) -> tuple[bool, bool]:
-        has_checkpoint = server_round % config.rounds.checkpoint_interval == 0
-        return run.is_evaluated(server_round), has_checkpoint
+        return run.is_evaluated(server_round), server_round % config.rounds.checkpoint_interval == 0
 
     def finish_round(beside_training: bool = False) -> None:
         nonlocal arrays, trained
@@ -449,8 +447,7 @@ def threads_beside(workers: Sequence[WorkerOnNode], threads: int) -> int:
     threads: of each worker; 0: one. With more threads than cores, all take twice the processor
     time.
     """
-    per_node = Counter(worker.node for worker in workers)
-    used = max(per_node.values(), default=0) * max(1, threads)
+    used = max(Counter(worker.node for worker in workers).values(), default=0) * max(1, threads)
     return max(1, num_cores() - used) if workers else 0
 
 

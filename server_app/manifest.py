@@ -193,8 +193,7 @@ def finish_manifest(directory: Path, last_round: int, keeps_clients: bool) -> No
 
 def newest_states(directory: Path, last_round: int) -> dict[str, str]:
     """The name of each simulated client's newest state of a run that ended after `last_round`."""
-    folders = sorted(directory.glob("clients/*"))
-    states = (newest_version(folder, last_round) for folder in folders)
+    states = (newest_version(folder, last_round) for folder in sorted(directory.glob("clients/*")))
     return {path.parent.name: path.name for path in states if path}
 
 

@@ -141,8 +141,7 @@ class RunDirectory:
     def save_config(self, config: RunConfig, overrides: Mapping[str, OptionValue]) -> None:
         """Write config.json; `overrides` are the keys that the user set."""
         content = {"config": dict(config.flat), "overrides": dict(overrides), "id": self.id}
-        text = json.dumps(content, indent=2)
-        write_atomically(self.path / "config.json", text.encode())
+        write_atomically(self.path / "config.json", json.dumps(content, indent=2).encode())
 
     def append_releases(self, server_round: int, *cohorts: list[str]) -> None:
         """Record the clients whose private release is about to be requested; never truncated.
@@ -235,8 +234,7 @@ class RunDirectory:
 
     def checkpoint_rounds(self) -> list[int]:
         """The rounds that a resume may begin after; [0] if there is no checkpoint."""
-        paths = (self.path / "checkpoints").glob("round-*")
-        return sorted(map(round_of, paths)) or [0]
+        return sorted(map(round_of, (self.path / "checkpoints").glob("round-*"))) or [0]
 
     def has_checkpoint(self, interval: int) -> bool:
         """Whether there is, or should be, a checkpoint to resume from: one is due per interval.

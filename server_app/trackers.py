@@ -168,8 +168,7 @@ class TensorBoardEvents:
         from torch.utils.tensorboard import SummaryWriter
 
         purge_step = info.last_round + 1 if info.last_round else None
-        folder = str(info.directory / "tensorboard")
-        self.writer: Any = SummaryWriter(folder, purge_step=purge_step)
+        self.writer: Any = SummaryWriter(str(info.directory / "tensorboard"), purge_step=purge_step)
         rows = "".join(f"| {key} | {value} |\n" for key, value in info.config.items())
         self.writer.add_text("config", f"| key | value |\n|---|---|\n{rows}", info.last_round)
 
@@ -206,8 +205,7 @@ class MlflowRun:
                 if found
                 else self.client.create_experiment(name, artifact_location=folder)
             )
-            run = self.client.create_run(experiment, run_name=info.directory.name)
-            return str(run.info.run_id)
+            return str(self.client.create_run(experiment, run_name=info.directory.name).info.run_id)
 
         self.run_id, is_new = tracker_id(info.directory, "mlflow", create)
         logged = {}
@@ -271,8 +269,7 @@ class WandbRun:
         The step is the round's number. Offline, a resumed run would count from 0 again, and W&B
         joins the parts of a run only if their steps differ.
         """
-        values = {"round": line["round"], **figures(line)}
-        self.run.log(values, step=line["round"], commit=True)
+        self.run.log({"round": line["round"], **figures(line)}, step=line["round"], commit=True)
 
     def on_run_end(self, summary: Mapping[str, Any]) -> None:
         """Save the files and end the run."""

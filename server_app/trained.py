@@ -201,8 +201,7 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
             )
         arrays, name = own, about.get(f"model of {client}", name)
         if about.get("client-models"):  # of too many simulated clients to list
-            node_config = {"partition-id": int(client.rpartition("-")[2])}
-            name = own_architecture(config, node_config)
+            name = own_architecture(config, {"partition-id": int(client.rpartition("-")[2])})
     elif not method.has_global_model:
         example = min((p.name for p in (path / "clients").glob("*")), default="client-0000")
         raise ValueError(

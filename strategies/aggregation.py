@@ -134,8 +134,7 @@ def aggregate(
         return coordinate_wise(replies, rounds)
     if rounds.aggregation in ("krum", "multi-krum"):
         chosen = krum_selection([update_of(reply) for reply in replies], rounds)
-        names = ", ".join(replies[i].client for i in chosen)
-        log.info("%s selects %s", rounds.aggregation, names)
+        log.info("%s selects %s", rounds.aggregation, ", ".join(replies[i].client for i in chosen))
         replies, weights = [replies[i] for i in chosen], [weights[i] for i in chosen]
     return weighted_mean(replies, weights)
 

@@ -394,8 +394,7 @@ class Average(Strategy):
         With room for what the transport adds.
         """
         arrays = returned(self.expected, self.current)
-        extra = returned(self.expected_extra)
-        return ExpectedReply(0, arrays, extra, {}).max_bytes + RECORD_BYTES
+        return ExpectedReply(0, arrays, returned(self.expected_extra), {}).max_bytes + RECORD_BYTES
 
     @property
     def is_large(self) -> bool:
@@ -492,8 +491,7 @@ class Average(Strategy):
     def _begin_round(self, server_round: int) -> tuple[Validation, RunningMean | None]:
         """Prepare for the replies to `configure_train`."""
         expected = returned(self.expected, self.current)
-        extra = returned(self.expected_extra)
-        self.validation = self._validation(server_round, expected, extra)
+        self.validation = self._validation(server_round, expected, returned(self.expected_extra))
         weights = {} if self.keeps_updates else self.streamed_weights()
         shares = self.extra_shares(list(weights)) if weights else {}
         self.running = RunningMean(weights, self.limits, shares) if weights else None

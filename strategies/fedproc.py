@@ -41,8 +41,7 @@ class FedProcServer(Average):
 
     def extra_reason(self, reply: TrainReply) -> str:
         """Why the counts or sums are rejected: they differ from the roster entry."""
-        entry = self._entry_of(reply)
-        if reason := self.prototypes.count_reason(reply, entry):
+        if reason := self.prototypes.count_reason(reply, self._entry_of(reply)):
             return reason
         is_zero = not reply.extra["sums"][reply.extra["counts"] == 0].any()
         return "" if is_zero else "array 'sums' is not 0 for a class without samples"

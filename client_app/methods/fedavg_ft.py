@@ -45,6 +45,5 @@ class FedAvgFT(FedAvg):
         ctx.model.load_state_dict(ctx.received)
         lr = self.lr or ctx.config.train.lr
         decays = not self.lr
-        phase = part_phase(ctx, self.part, self.epochs, lr, "fine-tuning", decays=decays)
-        train_phase(ctx, phase)
+        train_phase(ctx, part_phase(ctx, self.part, self.epochs, lr, "fine-tuning", decays=decays))
         return ctx.model

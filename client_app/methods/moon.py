@@ -88,8 +88,7 @@ class MOON(PreviousModelObjective):
 
     def layers(self, model: StagedModel) -> list[str]:
         """The classifier's input; the last stage's output where the projection is a side branch."""
-        is_side = self.projection == "mlp-side"
-        return [model.regularised_stages[-1]] if is_side else ["features"]
+        return [model.regularised_stages[-1]] if self.projection == "mlp-side" else ["features"]
 
     def represent(self, model: StagedModel, outputs: list[Tensor]) -> list[Tensor]:
         """z, [B, d]."""

@@ -130,8 +130,7 @@ def keel_rounds(
                 peaks_mb.append(0.0)
             if server_pid:
                 peaks_mb[-1] = max(peaks_mb[-1], own_mb(server_pid))
-            has_failed = flwr.poll() not in (None, 0)
-            if has_failed or time.perf_counter() - started > run_limit_s:
+            if flwr.poll() not in (None, 0) or time.perf_counter() - started > run_limit_s:
                 raise RuntimeError(f"the run did not finish:\n{log.read_text()[-2000:]}")
             time.sleep(0.01)
         flwr.wait(timeout=60)

@@ -174,8 +174,7 @@ def with_fluke(data: bare.Data, source: str, device: str, rounds: int, clock: Cl
         "optimizer": {"name": "SGD", "lr": 0.01, "momentum": 0.9, "weight_decay": 1e-5},
         "scheduler": {"name": "StepLR", "step_size": 1, "gamma": 1},
     }
-    server = {"weighted": True}
-    keys = DDict(client=DDict(client), server=DDict(server), model=bare.PlainCNN())
+    keys = DDict(client=DDict(client), server=DDict({"weighted": True}), model=bare.PlainCNN())
     algorithm = FedAVG(bare.num_clients, Parts(), keys)
     algorithm.set_callbacks(Rounds())
     clock.start()
@@ -234,8 +233,7 @@ def client_app(source: str, device: str, is_tutorial: bool = False) -> ClientApp
         else:
             w = bare.train(data, client, received, None, is_moon=False)
         count = MetricRecord({"num-examples": len(data.parts[client])})
-        content = RecordDict({"arrays": ArrayRecord(w), "metrics": count})
-        return Message(content, reply_to=message)
+        return Message(RecordDict({"arrays": ArrayRecord(w), "metrics": count}), reply_to=message)
 
     return app
 
@@ -343,8 +341,7 @@ def rounds(options: BenchOptions) -> Iterator[Measurement]:
     @lru_cache(maxsize=1)
     def inline(name: str, way: str) -> list[RoundCost]:
         clock = RoundClock()
-        keys = {**WORKLOADS[name], **common, **ways[way]}
-        lines = history_of(keys, bare.num_clients, clock)
+        lines = history_of({**WORKLOADS[name], **common, **ways[way]}, bare.num_clients, clock)
         costs = []
         for line, (before, after) in zip(lines[1:], itertools.pairwise(clock.at), strict=True):
             sent = {"mb_down": line["bytes_down"] / 1e6, "mb_up": line["bytes_up"] / 1e6}
@@ -368,8 +365,7 @@ def rounds(options: BenchOptions) -> Iterator[Measurement]:
     for way in ways:
         for name, workload in WORKLOADS.items():
             loop = partial(bare_rounds, options, str(workload["method"]), 1, count, options.device)
-            what = f"{name}: {way} / bare, 1 process, s a round"
-            yield what, partial(measure, name, way, loop)
+            yield f"{name}: {way} / bare, 1 process, s a round", partial(measure, name, way, loop)
         for name in others:
             other = partial(rounds_with, name, options, count)
             yield f"W1: {way} / {name}, s a round", partial(measure, "W1", way, other)

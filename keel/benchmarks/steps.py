@@ -88,8 +88,7 @@ def plain_fedintr(keys: Keys) -> Run:
             return logits, [net.projection_heads[n](z.flatten(1)) for n, z in named]
 
         for epoch in range(config.train.local_epochs):
-            generator = torch.Generator().manual_seed(epoch)
-            order = torch.randperm(len(x_all), generator=generator)
+            order = torch.randperm(len(x_all), generator=torch.Generator().manual_seed(epoch))
             for index in torch.split(order, config.train.batch_size):
                 x, y = x_all[index], ctx.train_samples.labels[index]
                 logits, z = z_of(local, x)
@@ -230,5 +229,4 @@ def precisions(options: BenchOptions) -> Iterator[Row]:
             "local-epochs": 1,
         }
         runs = {name: local_training({**keys, "precision": name}) for name in ("bf16", "fp32")}
-        what = f"{model}, batch {batch}, one step"
-        yield from ratios(what, runs, 1 if options.is_quick else 3)
+        yield from ratios(f"{model}, batch {batch}, one step", runs, 1 if options.is_quick else 3)

@@ -442,8 +442,7 @@ def expected_seconds(config: RunConfig, speed: Row) -> float:
     training_ms = info.num_train * share * config.train.local_epochs * step_ms
     evaluation_ms = info.num_test * speed["forward_ms"] / rounds.evaluate_every
     workers = num_cores() if speed["device"].startswith("cpu") else 1
-    milliseconds = rounds.num_rounds * area * (training_ms + evaluation_ms) / workers
-    return float(milliseconds / 1e3)
+    return float(rounds.num_rounds * area * (training_ms + evaluation_ms) / workers / 1e3)
 
 
 def keys(name: NameArgument = None, as_json: JsonOption = False) -> None:
@@ -537,8 +536,7 @@ def show_one(facts: Row, tables: Mapping[str, Sequence[Row]], as_json: bool) -> 
         return
     console = terminal_console()
     for key, value in facts.items():
-        line = Text.assemble((f"{key}: ", "bold"), text_of(value))
-        console.print(line, soft_wrap=True)
+        console.print(Text.assemble((f"{key}: ", "bold"), text_of(value)), soft_wrap=True)
     for title, rows in tables.items():
         if rows:
             show(rows, False, title)

@@ -64,8 +64,7 @@ def register(
     """
     from keel.deployment.register import register as register_keys
 
-    lines = register_keys(folder, superlink, wait)
-    print("\n".join(lines) or f"no keys in {folder / 'clients'}")
+    print("\n".join(register_keys(folder, superlink, wait)) or f"no keys in {folder / 'clients'}")
 
 
 @app.command()

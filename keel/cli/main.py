@@ -99,8 +99,7 @@ class LazyGroup(TyperGroup):
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes | {"suggest_commands": False})  # Click suggests them already
         for name, (_, panel, line) in COMMANDS.items():
-            stub = typer.core.TyperCommand(name, help=line, rich_help_panel=panel)
-            self.commands[name] = stub
+            self.commands[name] = typer.core.TyperCommand(name, help=line, rich_help_panel=panel)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

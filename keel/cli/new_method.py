@@ -71,8 +71,7 @@ def method_files(name: str, server_half: bool, paper: str = "") -> dict[Path, st
         raise ValueError(
             f"{name!r} is a keyword of Python: choose another name, such as fed-{name}"
         )
-    tables = {key.partition(".")[0] for key in default_config()} | set(method_names())
-    if name in tables:
+    if name in {key.partition(".")[0] for key in default_config()} | set(method_names()):
         raise ValueError(f"{name!r} exists: methods, server optimizers and config keys share names")
     if not (app_folder / "tests").is_dir():
         raise ValueError(f"{app_folder} is not a checkout of Keel: methods are written in one")

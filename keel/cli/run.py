@@ -316,8 +316,7 @@ def prepared(
         rows = plan_rows(config, job, resumed.rounds if resumed else 0)
     if options.engine is Engine.flower and directory:
         directory = directory if config.rounds.run_name else engines.reserved(directory)
-        named = {**overrides, "run-name": directory.name}
-        job = replace(job, overrides=named, directory=directory)
+        job = replace(job, overrides={**overrides, "run-name": directory.name}, directory=directory)
     terminal.shown = dict(rows)
     terminal.plan([row for row in rows if row[0] not in hidden])
     engine = {

@@ -378,8 +378,7 @@ def make_credentials(
     make(ca / "ca.pem", lambda: make_ca(ca, 2 * days))
     make(server / "server.pem", lambda: make_server_certificate(ca, server, all_names, days))
     for name in clients:
-        keys = functools.partial(make_client_keys, folder / name, name)
-        make(folder / name / "client.pub", keys)
+        make(folder / name / "client.pub", functools.partial(make_client_keys, folder / name, name))
     for name in clients:
         public = server / "clients" / f"{name}.pub"
         if not public.exists():

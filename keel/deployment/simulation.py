@@ -142,8 +142,7 @@ def end_processes(superlink: subprocess.Popen[bytes] | None, mark: str) -> None:
                 os.kill(pid, number)
         deadline = time.monotonic() + END_TIMEOUT_S
         while time.monotonic() < deadline:
-            has_ended = superlink is None or superlink.poll() is not None
-            if has_ended and not marked_processes(mark):
+            if (superlink is None or superlink.poll() is not None) and not marked_processes(mark):
                 return
             time.sleep(0.1)
 
@@ -162,8 +161,7 @@ def marked_processes(mark: str) -> list[int]:
         with suppress(OSError):  # it has ended, or belongs to another user
             variables = (folder / "environ").read_bytes().split(b"\0")
             is_ours = any(variable.startswith(entry) for variable in variables)
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            if is_ours and state not in "ZX":
+            if is_ours and (folder / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
                 found.append(int(folder.name))
     return found
 

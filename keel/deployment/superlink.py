@@ -92,8 +92,7 @@ class SuperLinkClient:
     def flwr(self, *arguments: str) -> str:
         """The output of `flwr`; RuntimeError, with that output, if it fails or takes too long."""
         try:
-            command = [*self.prefix, "flwr", *arguments]
-            done = captured(command, self.environment, command_timeout_s)
+            done = captured([*self.prefix, "flwr", *arguments], self.environment, command_timeout_s)
         except subprocess.TimeoutExpired:
             raise CommandTimeout(f"flwr {' '.join(arguments)}: timed out") from None
         if done.returncode:

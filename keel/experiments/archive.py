@@ -209,8 +209,7 @@ def restore_job(about: Mapping[str, Any], output: Path, source: str) -> None:
         text = text.replace(archived, source)
         changes |= {"source": source} if "source" in changes else {}
     recipe = parse_recipe(text, place)
-    every = [[c.row.name, c.column.name] for c in recipe.cells]
-    names = about.get("cells", every)
+    names = about.get("cells", [[c.row.name, c.column.name] for c in recipe.cells])
     cells = [c for c in recipe.cells if [c.row.name, c.column.name] in names]
     options = Options(about["scale"], changes, about["seeds"], about["full_grid"])
     with locked(output):
@@ -244,8 +243,7 @@ def copies(directory: Path, archived: str = "") -> Iterator[tuple[str, str]]:
     check_unchanged(directory)
     manifest, config = read_manifest(directory), config_in(directory)
     yield "config.json", json.dumps({"config": without_folders(config, archived)})
-    summary = read_json(directory / "summary.json")
-    status = str(summary["status"])
+    status = str(read_json(directory / "summary.json")["status"])
     sign = next((sign for sign in DIVERGENCE if sign in status), "")
     short = PATH.sub("…", status)[:MAX_STATUS]
     yield "summary.json", json.dumps({"status": short if sign in short else f"{short}: {sign}"})
@@ -350,8 +348,7 @@ def fault_of_history(archive: zipfile.ZipFile, run: Path) -> str:
     with archive.open(f"{run}/{HISTORY_FILE}") as file:
         rounds = [line["round"] for line in lines_in(file, faults)]
     config, summary = (json.loads(archive.read(f"{run}/{n}.json")) for n in ("config", "summary"))
-    is_finished = summary["status"] == "finished"
-    last_round = config["config"]["num-rounds"] if is_finished else None
+    last_round = config["config"]["num-rounds"] if summary["status"] == "finished" else None
     return faults[0] if faults else fault_of_rounds(rounds, last_round)
 
 

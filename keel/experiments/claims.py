@@ -150,8 +150,7 @@ def _judged(
             decide, differences = "runs on one machine", []
         elif share < 1:
             percent = "under 1%" if share < 0.01 else f"{share:.0%}"
-            is_round = sides[0].cell.take.how == PER_ROUND
-            what = "samples a round" if is_round else "local steps"
+            what = "samples a round" if sides[0].cell.take.how == PER_ROUND else "local steps"
             detail = (
                 f"at {percent} of the {'paper' if recipe.paper else 'recipe'}'s {what}; {detail}"
             )
@@ -272,8 +271,7 @@ def lacking(
         return "runs whose code is not recorded", "runs of today's code"
     if len({name for side in sides for name in side.precision}) > 1:
         return OTHER_PRECISION, "runs in one precision"
-    data = set[tuple[str, str]]().union(*(side.data for side in sides))
-    if differs(data):
+    if differs(set[tuple[str, str]]().union(*(side.data for side in sides))):
         return OTHER_DATA, "runs on the same data"
     if any(1 < s.num_candidates > s.num_tried for s in sides):
         return (

@@ -116,8 +116,7 @@ def run_pictures(recipe: Recipe, results: Results, output: Path, stem: str) -> I
                 for path in found:
                     copy = output / "figures" / f"{stem}-{run.name}-{path.name}"
                     copy.write_bytes(path.read_bytes())
-                    is_split = path.stem == "labels"
-                    what = "samples of each class by client" if is_split else path.stem
+                    what = "samples of each class by client" if path.stem == "labels" else path.stem
                     yield f"{cell.row.name}, {cell.column.name}: {what}", copy
 
 

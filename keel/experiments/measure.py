@@ -142,8 +142,7 @@ def measure(
         reached = next((r for r, value in points if 100 * value >= take.number), None)
         if reached is None:
             return math.inf
-        spent = history.clocks[clock]
-        return math.fsum(spent[i] for i in counted if history.rounds[i] <= reached)
+        return math.fsum(history.clocks[clock][i] for i in counted if history.rounds[i] <= reached)
     if not points or points[-1][0] < at:
         return None
     values = [100 * value for _, value in points]

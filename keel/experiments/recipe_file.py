@@ -289,16 +289,14 @@ def read_recipe_file(text: str) -> tuple[RecipeFile, Lines]:
         top = loaded(text)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        has_tab = re.search(r"(?m)^\s*\t", text)
-        hint = "; indent with spaces, not with tabs" if has_tab else ""
+        hint = "; indent with spaces, not with tabs" if re.search(r"(?m)^\s*\t", text) else ""
         raise LineError(line, f"not YAML: {error.problem}{hint}") from error
     if not isinstance(top, Lines):
         raise LineError(1, "expected a mapping; see docs/how-to/experiments.md")
     try:
         return RecipeFile.model_validate(top), top
     except ValidationError as error:
-        found = [_described(details, top) for details in error.errors()]
-        raise LineError(*min(found)) from error
+        raise LineError(*min([_described(details, top) for details in error.errors()])) from error
 
 
 def _described(error: ErrorDetails, top: Lines) -> tuple[int, str]:

@@ -282,8 +282,7 @@ def run_recipe(
                     console.print(f"waiting for {num_of('run', waiting)} of other runners")
                 time.sleep(OTHERS_POLL_S)
                 continue
-            is_full = num_active(running) == tasks.slots
-            for each in follow(running, tasks, progress, total, is_full):
+            for each in follow(running, tasks, progress, total, num_active(running) == tasks.slots):
                 running.remove(each)
                 progress.remove_task(each.bar)
                 name = escape(labels[each.run.name])

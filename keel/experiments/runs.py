@@ -318,8 +318,7 @@ def code_of(directory: Path) -> tuple[str, ...]:
 def precision_of(directory: Path) -> list[str]:
     """The run's precision; where it was "auto", what that was, if this is recorded."""
     value = config_in(directory).get("precision", "fp32")
-    recorded = read_manifest(directory).get("precision", [] if value == "auto" else [value])
-    return list(recorded)
+    return list(read_manifest(directory).get("precision", [] if value == "auto" else [value]))
 
 
 def data_of(directory: Path) -> str:
@@ -387,6 +386,5 @@ def machines_of(directory: Path) -> list[str]:
     if not manifest.get("simulated", True):
         return ["its clients' own"]
     versions = {"cpu": "not recorded", "gpu": "none"} | manifest.get("versions", {})
-    on_gpu = versions["gpu"] != "none"
-    kind = f"cuda: {versions['gpu']}" if on_gpu else f"cpu: {versions['cpu']}"
+    kind = f"cuda: {versions['gpu']}" if versions["gpu"] != "none" else f"cpu: {versions['cpu']}"
     return manifest.get("machines") or [kind]

@@ -60,8 +60,7 @@ def settings_of(
 def setting(name: str, pairs: Sequence[tuple[Any, Any]]) -> Setting:
     """One line: each value once, and the paper's if a run has another."""
     ours, paper = (", ".join(dict.fromkeys(typed(pair[i]) for pair in pairs)) for i in (0, 1))
-    is_same = all(a == b for a, b in pairs)
-    return Setting(name, ours, "" if is_same else paper)
+    return Setting(name, ours, "" if all(a == b for a, b in pairs) else paper)
 
 
 def ended_in(results: Iterable[Result]) -> list[Path]:

@@ -157,8 +157,7 @@ def evidence_in(output: Path) -> list[Evidence]:
             names = [[cell.row.name, cell.column.name] for cell in then.cells]
             recipe = narrowed(load_recipe(then.name), names)
             results = results_of(recipe, options, output)
-            claims = judge_claims(recipe, results, options)
-            found.append(Evidence(recipe, options, results, claims))
+            found.append(Evidence(recipe, options, results, judge_claims(recipe, results, options)))
     return found
 
 
@@ -303,8 +302,7 @@ def write_summary(archive: Path, page: Path, readme: Path) -> list[Path]:
 
     ValueError if the README lacks the markers, or if the archive has no runs.
     """
-    before = readme.read_text()
-    head, begin, rest = before.partition(BEGIN)
+    head, begin, rest = readme.read_text().partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{readme}: expected the lines {BEGIN} and {END}")

@@ -311,8 +311,7 @@ def execute(
     if reason := unfit(runs[0].folder, code, own):
         return [f"its machine {reason}"] * len(runs)
     with ExitStack() as stack:
-        locks = [lock and stack.enter_context(lock) for lock in map(claimed, runs)]
-        if not all(locks):
+        if not all([lock and stack.enter_context(lock) for lock in map(claimed, runs)]):
             return [None] * len(runs)
         stack.enter_context(chdir(app_folder))
         stack.enter_context(printing_to(runs[0].folder / LOG_FILE))

@@ -200,8 +200,7 @@ def replay_checks(
     history = {line["round"]: line for line in read_history(directory)}  # damage may leave gaps
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as held:
         own = {"output-dir": scratch, "resume": "", "device": device}
-        flat = {**saved, **own}
-        config = config_from_json(json.dumps(flat))
+        config = config_from_json(json.dumps({**saved, **own}))
         stacked = manifest.get("stacked")
         companions = Companions(train_together, stacked) if stacked else None
         grid = simulation(manifest["clients"], companions=companions)

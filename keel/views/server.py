@@ -160,8 +160,7 @@ class SuperLinkNodes:
     def ask(self) -> None:
         """Ask once."""
         try:
-            rows = self.nodes()
-            self.online = {int(row["node-id"]): text_of(row["status"], 40) for row in rows}
+            self.online = {int(row["node-id"]): text_of(row["status"], 40) for row in self.nodes()}
             self.problem = ""
         except Exception as error:  # shown on the page
             self.online, self.problem = None, text_of(error)
@@ -208,8 +207,7 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
     @app.get("/")
     def runs() -> HTMLResponse:
         html, version = run_table()
-        roots = map(str, store.roots)
-        return page("runs.html.j2", rows=Markup(html), version=version, roots=roots)
+        return page("runs.html.j2", rows=Markup(html), version=version, roots=map(str, store.roots))
 
     @app.get("/rows")
     def rows(version: str = "") -> Response:

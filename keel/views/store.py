@@ -78,8 +78,7 @@ class Entry:
     def setting(self) -> str:
         """A digest of what the run uses, except seed and paths: equal for runs that only repeat."""
         keys = [k for k in sorted(self.config) if k not in NOT_A_SETTING and uses(self.config, k)]
-        text = repr([(key, self.config[key]) for key in keys])
-        return digest(text.encode(errors="replace"))
+        return digest(repr([(key, self.config[key]) for key in keys]).encode(errors="replace"))
 
     @cached_property
     def is_simulated(self) -> bool:
@@ -110,8 +109,7 @@ class Entry:
         if self.problem or self.status != FINISHED or not total:
             return ""
         try:  # the end of the file tells it, unless that is damaged or one very long line
-            text = last_lines(self.directory / HISTORY_FILE, MAX_TAIL)[-1]
-            done = parsed_line(text)["round"]
+            done = parsed_line(last_lines(self.directory / HISTORY_FILE, MAX_TAIL)[-1])["round"]
         except (*ANYTHING, IndexError):
             done = self.measured[0]
         return lost_rounds(self.directory, done, int(total))

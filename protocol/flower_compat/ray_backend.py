@@ -87,8 +87,7 @@ def reason_of(error: BaseException) -> str:
 
 def gpu_share(nodes: Sequence[Node], environment: Mapping[str, str]) -> float:
     """GPUs for each worker where nothing was asked for: 1 if there are any."""
-    has_any = any(node.num_gpus >= 1 for node in nodes)
-    return float(has_any and not environment.get(CPU_WORKERS))
+    return float(any(node.num_gpus >= 1 for node in nodes) and not environment.get(CPU_WORKERS))
 
 
 class ClusterBackend(RayBackend):
@@ -121,8 +120,7 @@ class ClusterBackend(RayBackend):
         options: dict[str, Any] = dict(backend_config.get(self.init_args_key) or {})
         if not is_cluster():
             if options.setdefault("address", "local") == "local":
-                cores = min(num_cores(), int(get_num_cpus()))
-                options.setdefault("num_cpus", cores)
+                options.setdefault("num_cpus", min(num_cores(), int(get_num_cpus())))
             skip_unused_processes(forwards_output=options.get("log_to_driver", True))
         elif not ray.is_initialized():
             ray.init(runtime_env={"env_vars": worker_variables()}, **options)

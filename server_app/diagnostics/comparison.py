@@ -117,8 +117,7 @@ class Comparison:
             parameters = {name for name, _ in self.network(architecture).named_parameters()}
             shared = parameters & arrays.keys() & self.w_g.keys()
             if shared:
-                w = {name: arrays[name] for name in sorted(shared)}
-                drift = weight_drift(w, self.w_g)
+                drift = weight_drift({name: arrays[name] for name in sorted(shared)}, self.w_g)
                 values |= dict(zip(("drift", "relative-drift"), drift, strict=True))
         for name in values.keys() & self.values.keys():
             self.values[name][client] = values[name]

@@ -40,8 +40,7 @@ class Monitor:
         self.names = chosen_diagnostics(config.rounds.diagnostics)
         self.initial_weights = initial_weights
         self.architectures = architectures
-        device = model.classifier.weight.device
-        self.probe = probe_of(config, source, device, NUM_PROBE_SAMPLES)
+        self.probe = probe_of(config, source, model.classifier.weight.device, NUM_PROBE_SAMPLES)
         self.networks = {config.model.model: model}
         if not method.sends_weights and not is_simulated:
             raise ValueError(
