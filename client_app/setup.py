@@ -182,10 +182,9 @@ def placed(model: StagedModel, device: torch.device) -> StagedModel:
 @lru_cache(maxsize=4)  # the roster needs it for every client, and the networks are the same
 def representation_width(config: RunConfig, model: StagedModel) -> int:
     """Entries of the representation of one image where the method splits the network."""
-    split = method_of(config).split_stage(model)
     image = torch.zeros(1, *model.input_shape, device=model.classifier.weight.device)
     with torch.no_grad():
-        return model.eval().extract(image, split).numel()
+        return model.eval().extract(image, method_of(config).split_stage(model)).numel()
 
 
 @lru_cache  # torch takes its time to look for a GPU

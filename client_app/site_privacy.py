@@ -131,10 +131,9 @@ def stricter_limits(in_environment: Sequence[str | None], *own: object) -> SiteL
             raise PrivacyRefused(f"privacy-metrics = {value!r} of this site: expected {expected}")
     if any(in_environment) and not variables["privacy-metrics"]:
         metrics.append("withheld")  # the node config cannot allow what the environment does not
-    allows_exact = set(metrics) == {"exact"}
     is_set = "withheld" in metrics or any(stated[key] for key in DEFAULTS)
     min_multiplier, clip, epsilon, delta = values
-    return SiteLimits(min_multiplier, clip, epsilon, delta, allows_exact, is_set)
+    return SiteLimits(min_multiplier, clip, epsilon, delta, set(metrics) == {"exact"}, is_set)
 
 
 def names_limit(node_config: NodeConfig) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.utils import get_total_norm as total_norm
 
 from client_app.handlers import check_released, check_update
 from client_app.method import Update
@@ -84,17 +85,9 @@ class Subject:
 
     def keys(self, **keys: OptionValue) -> Keys:
         """Overrides of a small run; underscores in the names stand for hyphens."""
-        fixed: Keys = {
-            "method": self.name,
-            "source": f"npz:{self.images}",
-            "model": self.model,
-            "partition": "iid",
-            "min-samples": 1,
-            "local-test-fraction": 0.2,
-            "batch-size": 8,
-            "lr": 0.05,
-            "device": "cpu",
-        }
+        fixed: Keys = {"method": self.name, "source": f"npz:{self.images}", "model": self.model}
+        fixed |= {"partition": "iid", "min-samples": 1, "local-test-fraction": 0.2}
+        fixed |= {"batch-size": 8, "lr": 0.05, "device": "cpu"}
         return fixed | {name.replace("_", "-"): value for name, value in keys.items()}
 
     def config(self, **keys: OptionValue) -> RunConfig:
@@ -232,7 +225,7 @@ def gradient_is_correct(subject: Subject) -> None:
     for _ in range(3):
         random = [torch.randn(p.shape, generator=generator).to(p) for p in parameters]
         direction = [
-            g / norm(found).clamp_min(1e-12) + r / norm(random)
+            g / total_norm(found).clamp_min(1e-12) + r / total_norm(random)
             for g, r in zip(found, random, strict=True)
         ]
         values = []
@@ -248,11 +241,6 @@ def gradient_is_correct(subject: Subject) -> None:
             f"autograd gives {along:.6g} along a direction, finite differences {expected:.6g}; "
             "an intended detach shows here too",
         )
-
-
-def norm(arrays: list[Tensor]) -> Tensor:
-    """Euclidean norm of all arrays together, a scalar."""
-    return torch.stack([array.square().sum() for array in arrays]).sum().sqrt()
 
 
 def trains_on_what_it_receives(subject: Subject) -> None:
@@ -471,9 +459,8 @@ def flags_are_consistent(subject: Subject) -> None:
             f"{flag} = {is_supported}, and {keys} is {'refused' if is_refused else 'accepted'}",
         )
         if is_supported and flag == "supports_privacy":
-            noisy = subject.trained(altered)
             require(
-                bool(difference(update.arrays, noisy.arrays)),
+                bool(difference(update.arrays, subject.trained(altered).arrays)),
                 "supports_privacy = True, and privacy.epsilon changes nothing in the update",
             )
         elif is_supported:

@@ -84,8 +84,7 @@ def gather_roster(
     entries: dict[int, RosterEntry] = {}
     while True:
         entries = {node: entry for node, entry in entries.items() if node in nodes}
-        new = [node for node in nodes if node not in entries]
-        answers = ask(grid, new, query, deadline, names)
+        answers = ask(grid, [node for node in nodes if node not in entries], query, deadline, names)
         for node, reason in answers.rejected.items():
             if is_in_process_grid(grid):  # users of a simulation do not know its nodes
                 raise ValueError(reason)

@@ -255,8 +255,6 @@ def prepare(
         # a resume with another number of simulated clients would split the data differently
         overrides = {**overrides, "num-clients": len(roster)}
     directory.save_config(resolve_config(overrides), overrides)
-    about = companions.about if companions else {}
-    is_auto = is_simulated and config.train.precision == "auto"
     precisions = [each.report.precision for each in workers] or [resolved("auto", model, device)]
     begin_manifest(
         directory.path,
@@ -266,8 +264,8 @@ def prepare(
         split=split,
         data=data_of_run,
         workers=workers,
-        stacked=about,
-        precisions=precisions if is_auto else (),
+        stacked=companions.about if companions else {},
+        precisions=precisions if is_simulated and config.train.precision == "auto" else (),
         trains=start.round < config.rounds.num_rounds,
     )
     noted = read_manifest(directory.path).get("rounds", {})
@@ -415,10 +413,9 @@ def end_run(run: Run, reporter: Reporter, final: Arrays, status: str) -> None:
         reporter.finish(status)
         run.audit.note("ended", status=status)
     removes_state = status == "finished" and not config.rounds.keep_state
-    keeps_clients = run.method.is_personal or not removes_state
     last_round = max([run.start.round, *(line["round"] for line in reporter.history[-1:])])
     # first: without state, no resume could complete it
-    finish_manifest(path, last_round, keeps_clients)
+    finish_manifest(path, last_round, run.method.is_personal or not removes_state)
     if run.monitor:
         plot_rounds(reporter.history, reporter.info.title, path / "diagnostics")
     if removes_state:

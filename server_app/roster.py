@@ -65,10 +65,9 @@ def roster_warnings(
             )
     warnings += count_warnings(config, entries)
     method = method_of(config)
-    num_samples = {entry.client: entry.num_examples for entry in entries}
     notes = (
         method.check_roster(known or known_label_counts(entries)),
-        method.warning(config, num_samples),
+        method.warning(config, {entry.client: entry.num_examples for entry in entries}),
     )
     return warnings + [note for note in notes if note]
 

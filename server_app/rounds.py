@@ -177,17 +177,15 @@ def train_round(
     if run.registry.has_changed:
         save_roster(run.directory.path / ROSTER_FILE, run.roster)
         run.registry.has_changed = False
-    checkpoint_rounds = run.directory.checkpoint_rounds()
-    run_dir = name_for_clients(run)
     is_measured = run.monitor is not None and run.monitor.is_due(server_round)
     strategy.keeps_updates = is_measured
     request = TrainRequest(
         config,
         run.data,
         server_round,
-        checkpoint_rounds,
+        run.directory.checkpoint_rounds(),
         evaluate=scores_in_replies,
-        run_dir=run_dir,
+        run_dir=name_for_clients(run),
         run_id=run.directory.id,
     )
     messages = list(
@@ -199,8 +197,7 @@ def train_round(
     if isinstance(run.grid, LogicalGrid):
         # with a rejected client, those summed with it train again: a release more
         shares = {} if config.privacy.epsilon else strategy.begin_sums(server_round)
-        extra = strategy.expected_extra()
-        like = {"arrays": strategy.expected(strategy.current), "extra": extra}
+        like = {"arrays": strategy.expected(strategy.current), "extra": strategy.expected_extra()}
         how = strategy.limits, like, strategy.take_sum
         run.grid.summing = Summing(shares, *how) if shares else None
 

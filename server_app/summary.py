@@ -36,20 +36,10 @@ BLOCK = 4096  # bytes that a file system gives a file at a time, or a multiple
 RENAMED_FIELDS = {"folder": "directory", "refused": "rejected"}  # names before 0.2
 # of a manifest: the types of its values, and the keys that every run's has
 MANIFEST_KINDS: dict[str, type] = {
-    "versions": dict,
-    "clients": int,
-    "simulated": bool,
-    "split": str,
-    "data": str,
-    "code": list,
-    "keel": list,
-    "machines": list,
-    "precision": list,
-    "rounds": dict,
-    "files": dict,
-    "kept": dict,
-    "checkpoint": str,
-    "audit": dict,
+    **dict.fromkeys(("versions", "rounds", "files", "kept", "audit"), dict),
+    **dict.fromkeys(("code", "keel", "machines", "precision"), list),
+    **dict.fromkeys(("split", "data", "checkpoint"), str),
+    **{"clients": int, "simulated": bool},
 }
 MANIFEST_KEYS = ("versions", "clients", "simulated", "split")
 # the first of these curves that was measured is the accuracy
@@ -279,8 +269,7 @@ def check_has_rounds_left(directory: Path, num_rounds: int) -> None:
     """
     done = max((line["round"] for line in whole_lines(directory)[0]), default=0)
     if has_finished(directory):
-        has_checkpoints = any((directory / "checkpoints").glob("round-*"))
-        if num_rounds <= done or not has_checkpoints:
+        if num_rounds <= done or not any((directory / "checkpoints").glob("round-*")):
             flat, _ = read_config_file(directory)
             if not flat["keep-state"] and done == flat["num-rounds"]:  # its history is whole
                 remove_state(directory, done, method_spec(flat["method"]).is_personal)

@@ -14,13 +14,8 @@ from keel.deployment.loopback import Loopback, partitions, running
 from protocol.options import OptionValue
 from server_app.history import read_history
 
-CONFIG: dict[str, OptionValue] = {
-    "source": "digits",
-    "model": "cnn-fedreco",
-    "alpha": 5.0,
-    "evaluate-global": False,
-    "device": "cpu",
-}
+CONFIG: dict[str, OptionValue] = {"source": "digits", "model": "cnn-fedreco", "alpha": 5.0}
+CONFIG |= {"evaluate-global": False, "device": "cpu"}
 run_limit_s = 1800.0
 
 

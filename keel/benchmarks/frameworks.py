@@ -327,13 +327,8 @@ def rounds(options: BenchOptions) -> Iterator[Measurement]:
     On a GPU with eager steps, then with recorded ones.
     """
     count = 2 if options.is_quick else options.rounds
-    common: Keys = {
-        "source": workload_source(options),
-        "device": options.device,
-        "threads": 1,
-        "num-rounds": count,
-    }
-
+    common: Keys = {"source": workload_source(options), "device": options.device}
+    common |= {"threads": 1, "num-rounds": count}
     ways: dict[str, Keys] = {"inline engine": {}}
     if options.device == "cuda":
         ways["inline engine, recorded steps"] = {"cuda-graphs": True}

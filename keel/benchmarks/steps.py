@@ -110,10 +110,9 @@ def w1_epoch(options: BenchOptions) -> dict[str, Run]:
     num = min(6400, len(data.y))
     data.parts = [torch.arange(num)]
     start = bare.PlainCNN().state_dict()
-    keys: Keys = {**W1, "source": source, "data-fraction": num / len(data.y)}
     return {
         "bare loop": lambda: bare.train(data, 0, start, None, is_moon=False),
-        "fedavg": local_training(keys),
+        "fedavg": local_training({**W1, "source": source, "data-fraction": num / len(data.y)}),
     }
 
 
@@ -169,23 +168,13 @@ def overheads(options: BenchOptions) -> Iterator[Row]:
     small = methods_of(folder, "cnn-fedcka", images(1280), COMPARED, **keys)
     yield from ratios(f"cnn-fedcka, batch 128, {epochs} epochs", small, times(4))
     yield from ratios("W1, 100 steps", w1_epoch(options), times(5))
-    fedintr: Keys = {
-        "source": random_source(folder, images(2048)),
-        "model": "cnn-fedintr",
-        "batch-size": 512,
-        "local-epochs": epochs,
-        "method": "fedintr",
-    }
+    fedintr: Keys = {"source": random_source(folder, images(2048)), "method": "fedintr"}
+    fedintr |= {"model": "cnn-fedintr", "batch-size": 512, "local-epochs": epochs}
     forms = {"plain three-forward form": plain_fedintr(fedintr), "fedintr": local_training(fedintr)}
     yield from ratios(f"cnn-fedintr, batch 512, {epochs} epochs", forms, times(2))
     for count, num in ((1, 5120), (epochs, 2048)):
-        keys = {
-            "batch-size": 512,
-            "fedreco.k-v": f"{count} epochs",
-            "fedreco.k-u": f"{count} epochs",
-            "fedrep.head-epochs": count,
-            "fedrep.extractor-epochs": count,
-        }
+        keys = {"batch-size": 512, "fedrep.head-epochs": count, "fedrep.extractor-epochs": count}
+        keys |= {"fedreco.k-v": f"{count} epochs", "fedreco.k-u": f"{count} epochs"}
         personal = methods_of(folder, "cnn-fedintr", images(num), ("fedrep", "fedreco"), **keys)
         what = f"cnn-fedintr, batch 512, {count} + {count} epochs"
         yield from ratios(what, personal, times(4 if count == 1 else 2))
@@ -205,28 +194,18 @@ def resnet50_overheads(options: BenchOptions) -> Iterator[Row]:
     yield from ratios(f"resnet50, batch {num}, {epochs} epochs", large, repetitions)
 
 
-PRECISIONS = (  # network, batch size
-    ("resnet18", 50),
-    ("resnet50", 8),
-    ("vgg9", 64),
-    ("mobilenet-v2", 32),
-    ("shufflenet", 32),
-    ("squeezenet", 32),
-    ("cnn-fedcka", 64),
-    ("cnn-fedintr", 64),
-)
+PRECISIONS = {  # network: batch size
+    **{"resnet18": 50, "resnet50": 8, "vgg9": 64, "mobilenet-v2": 32, "shufflenet": 32},
+    **{"squeezenet": 32, "cnn-fedcka": 64, "cnn-fedintr": 64},
+}
 
 
 def precisions(options: BenchOptions) -> Iterator[Row]:
     """One step of local training by network, fp32 over bf16: where bf16 pays on this CPU."""
     torch.set_num_threads(1)
-    for model, size in PRECISIONS:
+    for model, size in PRECISIONS.items():
         batch = 2 if options.is_quick else size
-        keys: Keys = {
-            "source": random_source(options.home, batch),
-            "model": model,
-            "batch-size": batch,
-            "local-epochs": 1,
-        }
+        keys: Keys = {"source": random_source(options.home, batch)}
+        keys |= {"model": model, "batch-size": batch, "local-epochs": 1}
         runs = {name: local_training({**keys, "precision": name}) for name in ("bf16", "fp32")}
         yield from ratios(f"{model}, batch {batch}, one step", runs, 1 if options.is_quick else 3)

@@ -10,7 +10,7 @@ import json
 import platform
 import re
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -48,6 +48,7 @@ from protocol.server_optimizers import SERVER_OPTIMIZERS
 from server_app.history import duration
 
 Row = dict[str, Any]
+T = typing.TypeVar("T")
 NameArgument = Annotated[str | None, typer.Argument(metavar="[NAME]", show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 MeasureOption = Annotated[bool, typer.Option("--measure", help="Measure all, or NAME again.")]
@@ -179,10 +180,7 @@ def option_rows(options: type, prefix: str) -> list[Row]:
 def traffic_of_all() -> dict[str, float]:
     """Every method's `traffic`, from the cache."""
     key = [digest_of("strategies/*.py", "models/*.py", "client_app/methods/*.py"), method_names()]
-    found: dict[str, float] = cached(
-        "traffic", key, lambda: {name: traffic(name) for name in method_names()}
-    )
-    return found
+    return cached("traffic", key, lambda: {name: traffic(name) for name in method_names()})
 
 
 def traffic(name: str) -> float:
@@ -192,7 +190,6 @@ def traffic(name: str) -> float:
     from strategies import strategy_for
 
     config = resolve_config({"method": name, "model": "cnn-fedintr"})
-    parts = method_of(config).model_parts()
 
     def build(**more: Any) -> Any:
         return build_model("cnn-fedintr", num_classes=10, channels=3, image_size=32, **more)
@@ -200,7 +197,7 @@ def traffic(name: str) -> float:
     def size_bytes(arrays: Mapping[str, Any]) -> int:
         return sum(array.numel() * array.element_size() for array in arrays.values())
 
-    own = build(**dataclasses.asdict(parts))
+    own = build(**dataclasses.asdict(method_of(config).model_parts()))
     strategy = strategy_for(config, own)
     model = strategy.initial_arrays(own)
     exchanged = (model, strategy.extra_like(), strategy.expected(model), strategy.expected_extra())
@@ -261,8 +258,7 @@ def model_speed(name: str, again: bool = False, needed: bool = True) -> Row | No
         return measure(name)
 
     key = [platform.node(), version("torch"), digest_of("models/*.py")]
-    speed: Row | None = cached(f"speed-{name}", key, compute, again)
-    return speed
+    return cached(f"speed-{name}", key, compute, again)
 
 
 def layer_rows(name: str) -> list[Row]:
@@ -282,10 +278,7 @@ def layer_rows(name: str) -> list[Row]:
 def all_layers() -> dict[str, list[Row]]:
     """The rows of `layers_of` of every model, from the cache."""
     key = [version("torch"), digest_of("models/*.py"), list(MODELS)]
-    found: dict[str, list[Row]] = cached(
-        "layers", key, lambda: {each: layers_of(each) for each in MODELS}
-    )
-    return found
+    return cached("layers", key, lambda: {each: layers_of(each) for each in MODELS})
 
 
 def layers_of(name: str) -> list[Row]:
@@ -451,12 +444,11 @@ def keys(name: NameArgument = None, as_json: JsonOption = False) -> None:
     The options of a method are listed only if you name it: `keel keys METHOD`.
     """
     groups = [*CONFIG_GROUPS, *((options, f"{n}.") for n, options in SERVER_OPTIMIZERS.items())]
+    if name is not None:
+        groups += [(method_spec(method).options, f"{method}.") for method in method_names()]
     rows = [row for options, prefix in groups for row in option_rows(options, prefix)]
     rows = [{"key": row.pop("option"), **row} for row in rows]
     if name is not None:
-        for method in method_names():
-            options = option_rows(method_spec(method).options, f"{method}.")
-            rows += [{"key": row.pop("option"), **row} for row in options]
         found = [row for row in rows if row["key"].startswith(name)]
         if not found:
             refuse_unknown("config key", name, [row["key"] for row in rows])
@@ -469,10 +461,7 @@ def keys(name: NameArgument = None, as_json: JsonOption = False) -> None:
 
 
 CONFIG_GROUPS: list[tuple[type, str]] = [
-    (RoundsConfig, ""),
-    (DataConfig, ""),
-    (ModelConfig, ""),
-    (TrainConfig, ""),
+    *((options, "") for options in (RoundsConfig, DataConfig, ModelConfig, TrainConfig)),
     (PrivacyConfig, "privacy."),
 ]
 
@@ -573,7 +562,7 @@ def digest_of(*patterns: str) -> str:
     return digest.hexdigest()
 
 
-def cached(name: str, key: Any, compute: Any, again: bool = False) -> Any:
+def cached(name: str, key: Any, compute: Callable[[], T], again: bool = False) -> T:
     """The stored result of `compute` for this key; calls it if there is none, or with `again`.
 
     None is not stored.
@@ -584,11 +573,10 @@ def cached(name: str, key: Any, compute: Any, again: bool = False) -> Any:
         with suppress(OSError, ValueError, LookupError, TypeError):  # none yet, or damaged
             stored = json.loads(path.read_text())
             if stored["key"] == key:
-                return stored["value"]
+                return typing.cast(T, stored["value"])
     value = compute()
-    if value is None:
-        return None
-    with suppress(OSError):  # a home that is not writable
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps({"key": key, "value": value}).encode())
+    if value is not None:
+        with suppress(OSError):  # a home that is not writable
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps({"key": key, "value": value}).encode())
     return value

@@ -181,11 +181,10 @@ def run_on_flower(job: Job, terminal: Terminal) -> None:
             simulation_superlink(folder, job.variables) as client,
         ):
             flower = FlowerRun(client, app, folder / "flwr.log")
-            arguments = ["--federation-config", job.federation_config()]
             last_round = SavedRun(job.directory).rounds
             summary = job.directory / SUMMARY_FILE
             before = modified_ns(summary)  # an attempt that is refused does not write it
-            flower.start(with_num_clients(job), arguments)
+            flower.start(with_num_clients(job), ["--federation-config", job.federation_config()])
             try:
                 follow(job, last_round, terminal, flower)
             except BaseException:

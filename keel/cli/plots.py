@@ -18,9 +18,8 @@ def figure_of(runs: Sequence[SavedRun], keys: Sequence[str] = ()) -> Figure:
     keys: the config keys whose values name the runs.
     """
     if len(runs) > 1:
-        labels = labels_of(runs, keys)
         curves = (curve(run.history, *run.headline) for run in runs)
-        return accuracy_figure(list(zip(labels, curves, strict=True)))
+        return accuracy_figure(list(zip(labels_of(runs, keys), curves, strict=True)))
     [run] = runs
     pairs = [(text, curve(run.history, key, name)) for key, name, text in CURVES]
     return accuracy_figure(pairs, f"{run.config['method']}, {run.source}, {run.config['model']}")

@@ -523,9 +523,8 @@ def write_csv(run: SavedRun, path: Path) -> int:
     rows = run.rows()
     if not rows:
         raise ValueError(f"{run.name} has no finished round: nothing to export")
-    columns = list(dict.fromkeys(name for row in rows for name in row))
     file = io.StringIO(newline="")
-    writer = csv.DictWriter(file, columns)
+    writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
     writer.writeheader()
     writer.writerows(rows)
     write_output(path, file.getvalue().encode())

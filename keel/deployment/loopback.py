@@ -200,9 +200,8 @@ class Loopback:
         """Start SuperNode, executor and resident worker of one client."""
         env = self.environment(name) | {worker_variable: str(self.worker_socket(name))}
         (self.root / name).mkdir(parents=True, exist_ok=True)
-        worker = [sys.executable, "-m", "client_app.worker_server"]
         executor = self.executor_command(name, self.runtime_ports[name], "--insecure")
-        self.start(f"worker-{name}", name, worker, env)
+        self.start(f"worker-{name}", name, [sys.executable, "-m", "client_app.worker_server"], env)
         self.start(f"supernode-{name}", name, self.supernode_command(name, node_config), env)
         self.start(f"executor-{name}", name, executor, env)
 

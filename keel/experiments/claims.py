@@ -158,13 +158,12 @@ def _judged(
             decide = f"{times} times the {what}"
         else:
             verdict = verdict_on(claim, differences, leads)
-            num_tuning = len(asked & tuned_on)
             effects = [abs(statistics.fmean(differences))] if differences else []
             if claim.margin:
                 effects = [abs(claim.margin - effect) for effect in effects]
             elif paper_effect is not None:
                 effects.append(abs(paper_effect))
-            decide = what_decides(differences, effects, failures, len(leads), num_tuning)
+            decide = what_decides(differences, effects, failures, len(leads), len(asked & tuned_on))
             is_early = len(leads) < num_asked
             if is_early:
                 remarks.append(f"after {len(leads)} of {num_asked} seeds")

@@ -229,11 +229,10 @@ def _recipe(file: RecipeFile, top: Lines, text: str, path: Path) -> Recipe:
             if entry.name in names:
                 raise LineError(entry.line, f"two {kind}s are called {entry.name!r}")
             names.add(entry.name)
-    config_lines = top["config"].lines if top.get("config") else {}
     recipe = Recipe(
         path=path,
         text=text,
-        lines={**top.lines, **current_names(config_lines)},
+        lines={**top.lines, **current_names(top["config"].lines if top.get("config") else {})},
         title=file.title or path.stem,
         **{k: getattr(file, k) for k in ("paper", "item", "notes", "remark", "shows", "seeds")},
         rows=rows,

@@ -61,18 +61,6 @@ class _Loader(_SafeLoader):  # type: ignore[misc, valid-type]
             raise LineError(node.start_mark.line + 1, f"not YAML: {error}") from error
 
 
-def _is_text(key: str) -> bool:
-    """Whether `key` is a config key whose values are text."""
-    return isinstance(default_config().get(RENAMED_KEYS.get(key, key)), str)
-
-
-def _read_as_written(node: yaml.Node) -> None:
-    """Read off, no, on and yes as text, as in `norm-bound: off`: YAML takes off for False."""
-    for each in node.value if isinstance(node, yaml.SequenceNode) else [node]:
-        if each.tag == "tag:yaml.org,2002:bool":
-            each.tag = "tag:yaml.org,2002:str"
-
-
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
     """As YAML's, except that 010 and 1:30 are refused: YAML 1.1 takes them for 8 and 90."""
     number: int = loader.construct_yaml_int(node)
@@ -102,9 +90,13 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> Lines:
             raise LineError(line, f"{key!r} is a duplicate of line {lines[key]}")
         lines[key] = line
     loader.flatten_mapping(node)
-    for key, value in node.value:
-        if _is_text(key_of(key)):
-            _read_as_written(value)
+    for key_node, value in node.value:
+        key = key_of(key_node)
+        if isinstance(default_config().get(RENAMED_KEYS.get(key, key)), str):
+            # off, no, on and yes are text there, as in `norm-bound: off`: YAML takes off for False
+            for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                if each.tag == "tag:yaml.org,2002:bool":
+                    each.tag = "tag:yaml.org,2002:str"
     mapping = Lines(
         {key_of(key): loader.construct_object(value, True) for key, value in node.value}
     )

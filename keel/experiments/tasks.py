@@ -202,7 +202,6 @@ def connected(resources: Resources) -> Iterator[None]:
         skip_unused_processes(forwards_output=False)
     # one thread a run, on which the bits depend, unless its config says otherwise
     variables = worker_variables() | {"OMP_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0"}
-    cores = num_cores()
     terminate = signal.getsignal(signal.SIGTERM)
 
     def end_at_once() -> None:
@@ -213,7 +212,7 @@ def connected(resources: Resources) -> Iterator[None]:
     with ray_folder() as own, interruptible(end_at_once, ends_on_hangup=False, ended=ENDED):
         options: dict[str, Any] = {
             "address": "local",
-            "num_cpus": max(cores, math.ceil(resources.workers * resources.cpus)),
+            "num_cpus": max(num_cores(), math.ceil(resources.workers * resources.cpus)),
             "include_dashboard": False,
             "object_store_memory": STORE_BYTES,
             "_temp_dir": own,

@@ -131,9 +131,8 @@ def checks(directory: Path, rounds: int) -> Iterator[Check]:
     if absent:
         yield Check(True, f"{absent}: replayed on the CPU")
     try:
-        is_same = not differing and not others
         name = "cpu" if absent else config.train.device
-        yield from replay_checks(directory, manifest, rounds, is_same, name)
+        yield from replay_checks(directory, manifest, rounds, not differing and not others, name)
     except (ValueError, OSError, RuntimeError) as error:
         yield Check(False, f"the replay failed: {error}")
 

@@ -92,12 +92,6 @@ def layout(x: str, y: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def translucent(colour: str) -> str:
-    """The colour, #RRGGBB, of a band. Plotly takes #RRGGBBAA as well, but only from version 7."""
-    red, green, blue = bytes.fromhex(colour.removeprefix("#"))
-    return f"rgba({red}, {green}, {blue}, {BAND_ALPHA})"
-
-
 def curves(
     found: Iterable[Curve], x: str, y: str, log_x: bool = False, log_y: bool = False,
     max_points: int = MAX_POINTS,
@@ -121,9 +115,11 @@ def curves(
             around = [rounded(curve.x[i]) for i, _ in inside]
             edges = [rounded(curve.y[i] + s) for i, s in inside]
             edges += [rounded(curve.y[i] - s) for i, s in reversed(inside)]
+            rgb = ", ".join(map(str, bytes.fromhex(colour[1:])))  # #RRGGBBAA needs Plotly 7
             band: dict[str, Any] = {
                 **{"type": "scatter", "mode": "lines", "x": around + around[::-1], "y": edges},
-                **{"fill": "toself", "fillcolor": translucent(colour), "line": {"width": 0}},
+                **{"fill": "toself", "fillcolor": f"rgba({rgb}, {BAND_ALPHA})"},
+                "line": {"width": 0},
             }
             band |= {"hoverinfo": "skip", "showlegend": False, "legendgroup": group}
             data.append(band | {"uid": f"{uid}-band"})

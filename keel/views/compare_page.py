@@ -63,13 +63,12 @@ def group_of(label: str, runs: Sequence[Run]) -> Group:
         by_seed[text_of(run[0].config.get("seed"))] = run
     chosen = {entry.id for entry, _ in by_seed.values()}
     found = [run for run in runs if run[0].id in chosen]
-    finished = [run for run in found if states[run[0].id] == FINISHED]
     others = Counter(text_of(states[each].partition(":")[0], 40) for each in chosen)
     others.pop(FINISHED, None)
     return Group(
         label,
         runs,
-        counted=finished or found,
+        counted=[run for run in found if states[run[0].id] == FINISHED] or found,
         repeats=[entry for entry, _ in runs if entry.id not in chosen],
         num_seeds=len(found),
         unfinished=", ".join(f"{word} {n}/{len(found)}" for word, n in sorted(others.items())),

@@ -191,7 +191,6 @@ def client_charts(reader: HistoryReader) -> dict[str, Figure]:
         by_round = [(number_, found) for number_, found in by_round if found]
         if not by_round:
             continue
-        whose = WHOSE[key]
         rounds, last = [number_ for number_, _ in by_round], by_round[-1][1]
         newest: dict[str, float] = {}
         for _, found in by_round:
@@ -220,7 +219,7 @@ def client_charts(reader: HistoryReader) -> dict[str, Figure]:
             )
         ]
         figures[f"spread-{key}"] = curves(lines, "round", "accuracy (%)")
-        title = f"accuracy (%) in round {rounds[-1]}, {whose}"
+        title = f"accuracy (%) in round {rounds[-1]}, {WHOSE[key]}"
         values = [100 * value for value in last.values()]
         figures[f"histogram-{key}"] = histogram(values, title, "clients")
     return figures
@@ -281,11 +280,10 @@ def label_chart(entry: Entry) -> dict[str, Figure]:
         [sum(values) / len(g) for values in zip(*(c for _, c in g), strict=True)] for g in groups
     ]
     classes = [str(k) for k in range(len(means[0]))]
-    columns = list(zip(*means, strict=True))
     what = "client"
     if size > 1:
         what = f"clients by most frequent class, mean of {size}"
-    figure = heat_map(columns, names, classes, what, "class", "samples")
+    figure = heat_map(list(zip(*means, strict=True)), names, classes, what, "class", "samples")
     xaxis = {"type": "category", "nticks": 12, "labelalias": short_labels(names)}
     figure["layout"]["xaxis"] |= xaxis
     totals = stacked(names, {"samples": [sum(c) for c in means]}, what, "samples")

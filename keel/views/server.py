@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import jinja2
 import uvicorn
-from fastapi import FastAPI, Query, Request, Response
+from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
 from markupsafe import Markup
 from starlette.middleware.gzip import GZipMiddleware
@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from keel.runs import DAMAGE, FINISHED, INTERRUPTED, RUNNING, STARTING
 from keel.views import compare_page, run_page
 from keel.views.charts import static_file
-from keel.views.compare_page import Group, View, grouped, view_of
+from keel.views.compare_page import View, grouped, view_of
 from keel.views.store import Entry, Store, number, text_of
 from protocol.config import keel_version
 from protocol.files import digest
@@ -166,10 +166,6 @@ class SuperLinkNodes:
             self.online, self.problem = None, text_of(error)
 
 
-class NoRun(Exception):
-    """There is no run of this id, or no such picture of it."""
-
-
 def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) -> ASGIApp:
     """The pages over these runs, behind a `Guard`."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
@@ -182,15 +178,12 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
     def entry_of(run_id: str) -> Entry:
         if entry := store.find(run_id):
             return entry
-        raise NoRun
-
-    @app.exception_handler(NoRun)
-    def no_run(request: Request, error: Exception) -> HTMLResponse:
-        return page("error.html.j2", 404, problem="There is no such run (any more).")
+        raise HTTPException(404)
 
     @app.exception_handler(404)
-    def no_page(request: Request, error: Exception) -> HTMLResponse:
-        return page("error.html.j2", 404, problem="There is no such page.")
+    def missing(request: Request, error: Exception) -> HTMLResponse:
+        what = "run (any more)" if request.url.path.startswith("/run/") else "page"
+        return page("error.html.j2", 404, problem=f"There is no such {what}.")
 
     @app.exception_handler(500)
     def failed(request: Request, error: Exception) -> HTMLResponse:
@@ -200,9 +193,8 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
 
     def run_table() -> tuple[str, str]:
         rows = run_rows(store)
-        html = pages.get_template("rows.html.j2").render(rows=rows)
         version = [(row["id"], row["state"], row["done"], row["accuracy"]) for row in rows]
-        return html, digest_of(version)
+        return pages.get_template("rows.html.j2").render(rows=rows), digest_of(version)
 
     @app.get("/")
     def runs() -> HTMLResponse:
@@ -212,7 +204,11 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
     @app.get("/rows")
     def rows(version: str = "") -> Response:
         html, now = run_table()
-        return unchanged() if version == now else JSONResponse({"version": now, "html": html})
+        return (
+            Response(status_code=204)
+            if version == now
+            else JSONResponse({"version": now, "html": html})
+        )
 
     # --- one run ------------------------------------------------------------------------------
 
@@ -231,15 +227,13 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
             log, pictures = run_page.log_tail(entry), run_page.pictures(entry)
             now = digest_of((state, reader.version, log, pictures, entry.summary))
             if now == version:  # before what takes seconds with 100,000 rounds
-                return unchanged()
+                return Response(status_code=204)
             found, total = run_page.events(reader.lines)
-            progress = run_page.progress(entry, reader)
             content = {
                 "entry": entry,
                 "state": state,
                 "kind": kind_of(state),
-                "progress": progress,
-                "faults": progress["faults"],
+                "progress": run_page.progress(entry, reader),
                 "events": found,
                 "num_events": total,
                 "privacy": run_page.privacy_rows(entry),
@@ -261,7 +255,7 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
             reader = store.history(entry)
             now = digest_of(reader.version)
             if now == version:
-                return unchanged()
+                return Response(status_code=204)
             charts: dict[str, Any] = {}
             with suppress(*DAMAGE):  # if it was replaced meanwhile, the next look reads the new one
                 charts = {} if entry.problem else run_page.client_charts(reader)
@@ -276,7 +270,7 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
     def run_picture(run_id: str, name: str) -> Response:
         entry = entry_of(run_id)
         if name not in run_page.pictures(entry):
-            raise NoRun
+            raise HTTPException(404)
         return FileResponse(entry.directory / name, media_type="image/png")
 
     # --- several runs -------------------------------------------------------------------------
@@ -285,10 +279,10 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
         entries = [entry for run_id in dict.fromkeys(ids) if (entry := store.find(run_id))]
         return [(e, store.history(e)) for e in entries[: compare_page.MAX_RUNS] if not e.problem]
 
-    def compared(ids: Sequence[str], view: View) -> tuple[dict[str, Any], list[Group]]:
+    def compared(ids: Sequence[str], view: View) -> dict[str, Any]:
         chosen = selected(ids)
         groups = grouped(chosen, view.by_seed)
-        content = {
+        return {
             "groups": groups,
             "header": compare_page.header(view),
             "results": compare_page.result_rows(groups, view),
@@ -300,28 +294,28 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
             "num_left_out": len(set(ids)) - len(chosen),
             "max_runs": compare_page.MAX_RUNS,
         }
-        return content, groups
 
     Ids = Query(default=[], alias="run")
 
     @app.get("/compare")
     def compare(request: Request, ids: list[str] = Ids) -> HTMLResponse:
         with store.lock:
-            content, groups = compared(ids, view_of(request.query_params))
-            choices = compare_page.choices([run for group in groups for run in group.runs])
+            content = compared(ids, view_of(request.query_params))
+            found = [run for group in content["groups"] for run in group.runs]
+            choices = compare_page.choices(found)
             return page("compare.html.j2", choices=choices, **content)
 
     @app.get("/compare/data")
     def compare_data(request: Request, ids: list[str] = Ids) -> Response:
         with store.lock:
             view = view_of(request.query_params)
-            content, groups = compared(ids, view)
+            content = compared(ids, view)
             tables = pages.get_template("compare_tables.html.j2").render(content)
             html = {"tables": tables, "note": content["note"]}
             now = digest_of([content["results"], content["config"], view])
             if now == request.query_params.get("version"):
-                return unchanged()
-            charts = {"compare": compare_page.chart(groups, view)}
+                return Response(status_code=204)
+            charts = {"compare": compare_page.chart(content["groups"], view)}
             return JSONResponse({"version": now, "html": html, "charts": charts})
 
     @app.get("/compare.csv")
@@ -332,7 +326,7 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
         as_text = compare_page.as_csv if is_csv else compare_page.as_latex
         with store.lock:
             view = view_of(request.query_params)
-            text = as_text(compared(ids, view)[1], view)
+            text = as_text(compared(ids, view)["groups"], view)
         return download(text, name, "text/csv" if is_csv else "text/plain")
 
     # --- deployment ---------------------------------------------------------------------------
@@ -366,7 +360,7 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
             html = pages.get_template("sites.html.j2").render(sites())
         now = digest_of(html)
         if now == version:
-            return unchanged()
+            return Response(status_code=204)
         return JSONResponse({"version": now, "html": {"sites": html}})
 
     @app.get("/static/{name}")
@@ -441,11 +435,6 @@ def kind_of(state: str) -> str:
 def digest_of(value: Any) -> str:
     """A short digest of anything; equal values have equal ones."""
     return digest(repr(value).encode(errors="replace"))
-
-
-def unchanged() -> Response:
-    """The answer to a look at what has not changed since."""
-    return Response(status_code=204)
 
 
 def download(text: str, name: str, kind: str) -> Response:

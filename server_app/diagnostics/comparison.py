@@ -60,9 +60,8 @@ def chosen_diagnostics(text: str) -> tuple[str, ...]:
 
 def probe_of(config: RunConfig, source: Source, device: torch.device, count: int) -> Samples:
     """`count` images of the source's test set (or all), drawn from the run's seed alone."""
-    total = len(source.test.labels)
     rng = np.random.default_rng(seed_of(config.rounds.seed, "diagnostics"))
-    chosen = rng.permutation(total)[:count]
+    chosen = rng.permutation(len(source.test.labels))[:count]
     return Samples(
         source.test.images[chosen], source.test.labels[chosen], pixels_of(config, source), device
     )

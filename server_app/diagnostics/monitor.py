@@ -66,13 +66,12 @@ class Monitor:
         run, w_g = self.config.model.model, fixed | w_g
         comparison = Comparison(self.names, self.probe, self.network, run, w_g)
         for reply in replies:
-            architecture = self.architectures[reply.client]
             # {} where the client state is on another machine
             folder = directory / "clients" / reply.client
             state = StateFolder(folder, memory=memories.get(directory)).load(server_round + 1)
             sent = fixed | reply.arrays if self.method.sends_weights else {}
             arrays = sent | state.get("head", {}) if sent else state.get("model", {})
-            comparison.add(reply.client, architecture, arrays)
+            comparison.add(reply.client, self.architectures[reply.client], arrays)
         return comparison.numbers()
 
     def network(self, name: str) -> StagedModel:
