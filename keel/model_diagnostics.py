@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from client_app.setup import build_network, device_or_cpu, open_source, placed
 from models import StagedModel
 from protocol.files import write_atomically
-from protocol.messages import Arrays, with_current_names
+from protocol.messages import Arrays, mismatch, with_current_names
 from protocol.text import in_one_line, shortened
 from server_app.diagnostics.comparison import Comparison, chosen_diagnostics, probe_of
 from server_app.diagnostics.plots import plot_models
@@ -73,7 +73,10 @@ def write_diagnostics(
     for model in subjects:
         architecture, arrays = saved_model(run_dir, model)
         architecture = architecture or config.model.model
-        check_shapes(model, arrays, network(architecture))
+        expected = network(architecture).state_dict()
+        expected = {name: array for name, array in expected.items() if name in arrays}
+        if wrong := mismatch(arrays, expected, with_values=False):
+            raise ValueError(f"{model} does not fit the run's {architecture}: {wrong}")
         comparison.add(model, architecture, arrays)
     numbers = comparison.numbers()
     if not numbers:
@@ -134,15 +137,3 @@ def saved_model(run_dir: Path, model: str) -> tuple[str, Arrays]:
     # checkpoints and client states hold other arrays too
     of_model = {k.removeprefix("model/"): v for k, v in arrays.items() if k.startswith("model/")}
     return "", of_model or arrays
-
-
-def check_shapes(model: str, arrays: Arrays, network: StagedModel) -> None:
-    """ValueError if one of these arrays does not fit this network."""
-    expected = network.state_dict()
-    for name, array in arrays.items():
-        shape = list(expected[name].shape) if name in expected else "missing"
-        if shape != list(array.shape):
-            raise ValueError(
-                f"{model}: array {name!r} is {list(array.shape)}; in the run's {network.name} it "
-                f"is {shape}"
-            )

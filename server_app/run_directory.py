@@ -32,7 +32,7 @@ from client_app.state import NUM_CHECKPOINTS
 from protocol.chained import append_chained, read_chained
 from protocol.config import RunConfig, keel_home, resolve_config
 from protocol.files import digest, full_path, remove_parts, write_atomically
-from protocol.messages import UNREADABLE, Arrays, with_current_names
+from protocol.messages import UNREADABLE, Arrays, mismatch, with_current_names
 from protocol.options import OptionValue
 from protocol.packing import Pieces, packed_pieces
 from protocol.text import num_of
@@ -305,15 +305,10 @@ def read_checkpoint(path: Path, expected: Arrays, model: str) -> Checkpoint:
         {k.removeprefix(p): v for k, v in flat.items() if k.startswith(p)}
         for p in ("model/", "state/")
     )
-    shapes = {name: list(array.shape) for name, array in arrays.items()}
-    expected_shapes = {name: list(array.shape) for name, array in expected.items()}
-    if shapes != expected_shapes:
-        names = sorted(shapes.keys() | expected_shapes.keys())
-        name = next(n for n in names if shapes.get(n) != expected_shapes.get(n))
+    if wrong := mismatch(arrays, expected, with_values=False):
         raise ValueError(
             f"{path} is a checkpoint of another model ({metadata.get('model')}, the run's is "
-            f"{model}): array {name!r} has shape {shapes.get(name)}, expected "
-            f"{expected_shapes.get(name)}"
+            f"{model}): {wrong}"
         )
     return Checkpoint(round_, arrays, state)
 

@@ -32,7 +32,7 @@ class StockLoopback(Loopback):
         self.start(f"executor-{name}", name, ["flower-superexec", *executor[3:]], env)
 
 
-def round_cost(options: BenchOptions) -> Iterator[Row]:
+def deployment(options: BenchOptions) -> Iterator[Row]:
     """One row for each set of processes, with two clients."""
     for name, kind in (("Keel", Loopback), ("Flower's own", StockLoopback)):
         with (

@@ -194,7 +194,7 @@ def median_wall(costs: list[RoundCost]) -> float:
     return statistics.median(c.wall_s for c in costs)
 
 
-def against_bare(options: BenchOptions) -> Iterator[Row]:
+def engine(options: BenchOptions) -> Iterator[Row]:
     """W1 and W2: medians over all rounds and repetitions; Keel and two processes take turns.
 
     One bare process runs W1 once, for comparison. Memory is what a worker needs beyond one with a

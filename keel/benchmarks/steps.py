@@ -152,7 +152,7 @@ def ratios(what: str, runs: dict[str, Run], repetitions: int) -> Iterator[Row]:
 COMPARED = ("fedavg", "fedcka", "moon", "fedprox", "scaffold")
 
 
-def overheads(options: BenchOptions) -> Iterator[Row]:
+def steps(options: BenchOptions) -> Iterator[Row]:
     """Local training by method and model."""
     torch.set_num_threads(1)
     folder, is_quick = options.home, options.is_quick
@@ -184,7 +184,7 @@ def overheads(options: BenchOptions) -> Iterator[Row]:
         yield from ratios("resnet18, batch 64, 2 epochs", rcl, 2)
 
 
-def resnet50_overheads(options: BenchOptions) -> Iterator[Row]:
+def resnet50(options: BenchOptions) -> Iterator[Row]:
     """The same on FedCKA's largest model (its Table 4); a step takes more than a second."""
     torch.set_num_threads(1)
     num, epochs, repetitions = (2, 1, 1) if options.is_quick else (32, 10, 3)

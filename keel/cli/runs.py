@@ -1,7 +1,7 @@
 """`keel status`, `list`, `watch`, `stop`, `compare`, `predict`, `diagnose`, `export`: on runs."""
 
-import csv
 import io
+import itertools
 import json
 import os
 import signal
@@ -35,7 +35,7 @@ from keel.runs import (
     uses,
 )
 from keel.tables import add_column, is_too_wide, print_table, terminal_console
-from keel.views.exports import harmless
+from keel.views.exports import csv_text
 from protocol.config import keel_home
 from protocol.files import digest, private_files, write_output
 from protocol.options import typed
@@ -335,13 +335,11 @@ def compare(
     for remark in accuracy_remarks((row["run"], row["accuracy_of"]) for row in rows):
         print(printable(remark))
     if csv_file:
-        file = io.StringIO(newline="")
-        writer = csv.DictWriter(file, [*rows[0], *keys])
-        writer.writeheader()
+        table: list[list[object]] = [[*rows[0], *keys]]
         for run, row in zip(found, rows, strict=True):
-            cells = row | {k: run.config.get(k) for k in keys if uses(run.config, k)}
-            writer.writerow({k: v if v is None else harmless(str(v)) for k, v in cells.items()})
-        write_output(csv_file.expanduser(), file.getvalue().encode(errors="replace"))
+            own = (run.config.get(k) if uses(run.config, k) else None for k in keys)
+            table.append([*row.values(), *own])
+        write_output(csv_file.expanduser(), csv_text(table).encode(errors="replace"))
         print(f"table: {csv_file}")
     path = (plot or keel_home() / "comparisons" / f"{comparison_name(found)}.png").expanduser()
     from keel.cli.plots import figure_of
@@ -523,9 +521,7 @@ def write_csv(run: SavedRun, path: Path) -> int:
     rows = run.rows()
     if not rows:
         raise ValueError(f"{run.name} has no finished round: nothing to export")
-    file = io.StringIO(newline="")
-    writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
-    writer.writeheader()
-    writer.writerows(rows)
-    write_output(path, file.getvalue().encode())
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    cells = ([row.get(name) for name in columns] for row in rows)
+    write_output(path, csv_text(itertools.chain([columns], cells)).encode())
     return len(rows)

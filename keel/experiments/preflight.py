@@ -53,7 +53,6 @@ def check_recipe(
             if is_new((runs[0].name, "model")):
                 model = model_for(configs[0], open_source(configs[0]))
                 check_model(configs[0], runs[0].clients, model)
-                check_clients(configs[0], runs[0].clients, model)
 
     for cell in cells:
         for candidate in cell.candidates:
@@ -86,7 +85,10 @@ def refuse_overriding(cells: Sequence[Cell], changes: Mapping[str, OptionValue])
 
 
 def check_model(config: RunConfig, num_clients: int, model: StagedModel) -> None:
-    """ValueError if the model lacks representations that the method needs, or cannot be stacked."""
+    """ValueError if the model lacks representations that the method needs, or cannot be stacked.
+
+    Also if the run would refuse its clients before round 1, as `prepare` does.
+    """
     method, is_stacked = method_of(config), num_stacked(config) > 1
     if is_stacked and num_clients > MAX_NODES:
         raise ValueError(
@@ -95,14 +97,10 @@ def check_model(config: RunConfig, num_clients: int, model: StagedModel) -> None
         )
     method.check_model(model)
     check_stackable(method, config, model)
-
-
-def check_clients(config: RunConfig, num_clients: int, model: StagedModel) -> None:
-    """ValueError if the run would refuse its clients before round 1, as `prepare` does."""
     strategy = strategy_for(config, model)
     strategy.roster = roster = SimulatedRoster(config, open_source(config), num_clients)
     check_simulated_roster(roster, config.evaluated_clients != "none")
-    method_of(config).check_roster(roster.label_counts)
+    method.check_roster(roster.label_counts)
     config.rounds.check_cohort(len(strategy.sample(1)))
 
 

@@ -4,8 +4,6 @@ Every table is written to `tables/` as well, as CSV, JSON and LaTeX.
 """
 
 import base64
-import csv
-import io
 import json
 import re
 import time
@@ -49,7 +47,7 @@ from keel.experiments.settings import (
 )
 from keel.tables import markdown_cell
 from keel.views.charts import static_file
-from keel.views.exports import Groups, harmless, latex, latex_table
+from keel.views.exports import Groups, csv_text, latex, latex_table
 from protocol.config import keel_version, resolve_config
 from protocol.files import write_atomically
 from protocol.text import num_of
@@ -405,12 +403,8 @@ def records(section: Section) -> Iterator[dict[str, object]]:
 
 def as_csv(section: Section) -> str:
     """A line for each cell."""
-    out, found = io.StringIO(), list(records(section))
-    writer = csv.writer(out)
-    writer.writerow(found[0] if found else ())
-    for record in found:
-        writer.writerow(["" if v is None else harmless(str(v)) for v in record.values()])
-    return out.getvalue()
+    found = list(records(section))
+    return csv_text([found[0] if found else (), *(record.values() for record in found)])
 
 
 def as_json(section: Section) -> str:

@@ -1,7 +1,5 @@
 """What the page that compares runs shows: curves with bands over seeds, tables, exports."""
 
-import csv
-import io
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from keel.runs import FINISHED, differing_keys, uses
 from keel.views.charts import PALETTE, Curve, Figure, curves, smoothed
-from keel.views.exports import harmless, latex, latex_table
+from keel.views.exports import csv_text, latex, latex_table
 from keel.views.run_page import BYTES_DOWN, BYTES_UP, points_of, seconds_of
 from keel.views.store import NOT_A_SETTING, Entry, number, text_of
 from protocol.catalogue import method_names
@@ -265,20 +263,16 @@ def config_rows(groups: Sequence[Group]) -> list[list[str]]:
 
 def as_csv(groups: Sequence[Group], view: View) -> str:
     """The table of results, a blank line, and every point of every curve."""
-    out = io.StringIO()
-    writer = csv.writer(out)
-    writer.writerow(header(view))
-    writer.writerows([harmless(cell) for cell in row] for row in result_rows(groups, view))
-    writer.writerow([])
-    writer.writerow(["group", "run", "seed", "state", "round", "MB", "seconds", view.curve])
+    rows: list[Sequence[object]] = [header(view), *result_rows(groups, view), []]
+    rows.append(["group", "run", "seed", "state", "round", "MB", "seconds", view.curve])
     for group in groups:
         for entry, reader in group.runs:
             sent, spent = x_of(reader.lines, "bytes"), x_of(reader.lines, "seconds")
             seed, state = text_of(entry.config.get("seed", "")), text_of(entry.state)
-            about = [harmless(cell) for cell in (group.label, entry.name, seed, state)]
+            about = [group.label, entry.name, seed, state]
             for r, value in values_of(reader.lines, view):
-                writer.writerow([*about, r, f"{sent[r]:.6g}", f"{spent[r]:.6g}", f"{value:.6g}"])
-    return out.getvalue()
+                rows.append([*about, r, f"{sent[r]:.6g}", f"{spent[r]:.6g}", f"{value:.6g}"])
+    return csv_text(rows)
 
 
 def view_of(query: Mapping[str, str]) -> View:

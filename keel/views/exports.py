@@ -1,5 +1,7 @@
 """Tables for spreadsheets and papers: text that is safe in a CSV file, and LaTeX with booktabs."""
 
+import csv
+import io
 import unicodedata
 from collections.abc import Iterable, Sequence
 
@@ -31,6 +33,15 @@ def harmless(cell: str) -> str:
     except ValueError:
         return f"'{cell}" if cell[:1] in tuple("=+-@\t") else cell
     return cell
+
+
+def csv_text(rows: Iterable[Iterable[object]]) -> str:
+    """The rows as CSV, their cells `harmless`; None is empty."""
+    out = io.StringIO()
+    csv.writer(out).writerows(
+        ["" if cell is None else harmless(str(cell)) for cell in row] for row in rows
+    )
+    return out.getvalue()
 
 
 def latex(text: str) -> str:

@@ -382,7 +382,7 @@ def test_the_command_refuses_in_one_line_what_it_cannot_measure(run, monkeypatch
         ([untrained, "--output", tmp_path / "output"], "no round has finished"),
         ([folder, "client-0007"], "neither a client"),
         ([folder, damaged], "damaged"),
-        ([folder, other], "in the run's cnn-fedreco it is"),
+        ([folder, other], "does not fit the run's cnn-fedreco: array"),
         ([folder, "--only", "drifd"], "did you mean drift?"),
         ([folder, "--samples", "1"], "at least 2"),
     ):
