@@ -257,11 +257,13 @@ class WorkerProcess:
             return [self.about()]
         frames = [receive_frame(peer, deadline, note=partial(self._hold, peer)) for _ in range(2)]
         if header["code"] != self.code:
-            return error_frames(
+            reason = (
                 f"this client's worker runs code {self.code} of Keel, the run's app is "
                 f"{in_one_line(header['code'], 16)}: install the same version on the server and on "
                 "every client"
             )
+            log.warning("message refused: %s", reason)
+            return error_frames(reason)
         limit_s = float(header["limit_s"])
         if not 0 < limit_s <= max_timeout_s:
             raise ValueError(f"limit_s = {limit_s}: expected more than 0, at most {max_timeout_s}")

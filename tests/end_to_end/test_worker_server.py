@@ -115,6 +115,15 @@ def test_a_message_that_cannot_be_decoded_is_dropped(worker):
         assert_serves(worker)
 
 
+def test_a_message_of_other_code_is_refused_with_one_line_here_and_there(worker, caplog):
+    """The log of the site, which may be the one to upgrade, had nothing."""
+    frames = [header(worker, code="0123456789abcdef"), MESSAGE, CONTEXT]
+    [reply] = exchange(worker.path, frames, time.monotonic() + 5)
+    reason = json.loads(reply)["error"]["reason"]
+    assert reason.startswith(f"this client's worker runs code {worker.code} of Keel, the run's app")
+    assert caplog.messages == [f"message refused: {reason}"]
+
+
 def test_an_exception_of_the_handlers_is_an_error_of_one_line(worker, monkeypatch):
     def fail(message, context):
         raise KeyError("a\nb")
