@@ -448,15 +448,18 @@ class FlowerRun:
         """Why it failed, in one line.
 
         Keel's error if there is one, else the first exception, which the later ones wrap, else
-        that its process was killed, else flwr's last line.
+        that its process was stopped or killed, else flwr's last line.
         """
         lines = self.log_path.read_text().splitlines() if self.log_path.exists() else []
+        last = last_line(self.log_path)
         errors = [line for line in lines if " error: " in line or line.startswith("Error:")]
         raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
-        if not errors and not raised and "heartbeat" in self.status("status-details"):
+        is_explained = errors or raised or STOPPED.fullmatch(last)
+        details = "" if is_explained else self.status("status-details")
+        if "heartbeat" in details or "unknown error" in details:  # the latter: after a SIGTERM
             return (
-                "the run's process was killed, or lost its SuperLink or, in a simulation, its Ray "
+                "the run's process was ended, or lost its SuperLink or, in a simulation, its Ray "
                 "cluster; `keel status` on its machine may have the reason"
             )
-        found = [*errors[-1:], *raised, last_line(self.log_path)][0]
+        found = [*errors[-1:], *raised, last][0]
         return re.sub(r"^(.* error: |Error: )", "", found)

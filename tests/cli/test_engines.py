@@ -105,15 +105,21 @@ def test_the_reason_of_a_failure_is_one_line(tmp_path, log, reason):
     assert FlowerRun(SuperLinkClient(tmp_path, "localhost:1"), root, path).reason() == reason
 
 
-def test_a_run_whose_process_was_killed_is_not_explained_by_its_last_round(tmp_path, monkeypatch):
-    """The error was `12:00:02 round 2/5: accuracy 10.00 %`."""
-    info = {"status": "finished:failed", "status-details": "No heartbeat received from the task"}
+@pytest.mark.parametrize(
+    "details", ["No heartbeat received from the task", "Task failed with unknown error."]
+)
+def test_a_run_whose_process_was_ended_is_not_explained_by_its_last_line(
+    details, tmp_path, monkeypatch
+):
+    """The error was `12:00:02 round 2/5: accuracy 10.00 %`.
+
+    The second is Flower's after a SIGTERM, as when the server's machine is restarted.
+    """
+    info = {"status": "finished:failed", "status-details": details}
     monkeypatch.setattr(SuperLinkClient, "run_info", lambda self, run_id: info)
     flower = FlowerRun(SuperLinkClient(tmp_path, "localhost:1"), root, tmp_path / "log")
     flower.read(io.StringIO("Successfully started run 12\n12:00:02 round 2/5: accuracy 10.00 %\n"))
-    said = (
-        "the run's process was killed, or lost its SuperLink or, in a simulation, its Ray cluster"
-    )
+    said = "the run's process was ended, or lost its SuperLink or, in a simulation, its Ray cluster"
     assert flower.reason() == f"{said}; `keel status` on its machine may have the reason"
     flower.read(io.StringIO("12:00:03 error: no data\n"))
     assert flower.reason() == "no data"
@@ -187,7 +193,8 @@ def test_a_run_that_is_stopped_on_the_server_has_not_failed(monkeypatch, caplog)
         self.read(io.StringIO(f"Successfully started run 12\n{text}"))
 
     monkeypatch.setattr(FlowerRun, "start", start)
-    monkeypatch.setattr(SuperLinkClient, "run_info", lambda *_: {"status": "finished:failed"})
+    info = {"status": "finished:failed", "status-details": "Task failed with unknown error."}
+    monkeypatch.setattr(SuperLinkClient, "run_info", lambda *_: info)
     terminal = SimpleNamespace(phase=lambda text: None, print=lambda line, markup: None)
     with pytest.raises(KeyboardInterrupt):
         run_on_deployment(Job({}, 2, federation="localhost:1"), terminal)
