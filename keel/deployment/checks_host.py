@@ -173,10 +173,17 @@ def check_registered(credentials: Path, superlink: str) -> Iterator[Finding]:
     if missing := sorted(keys.keys() - {name for _, name, _ in nodes}):
         yield problem(f"not registered: the key of {shortened(missing)}: make register")
     for node, name, status in sorted(nodes, key=lambda each: (each[1], each[0])):
-        if status != "online":
-            owner = f" of {name}" if name else f", whose key is not in {credentials / 'clients'},"
-            how = "has never connected" if status == "registered" else f"is {status}"
-            yield problem(f"SuperNode {node}{owner} {how}: run `keel doctor client` on its machine")
+        how = "has never connected" if status == "registered" else f"is {status}"
+        if not name:
+            yield problem(
+                f"SuperNode {node} {how}, and its key is not in {credentials / 'clients'}: runs "
+                "refuse it. Put the client.pub of its client there and register it, or remove it: "
+                f"flwr supernode unregister {node} deployment"
+            )
+        elif status != "online":
+            yield problem(
+                f"SuperNode {node} of {name} {how}: run `keel doctor client` on its machine"
+            )
     if num_online := [status for _, _, status in nodes].count("online"):
         yield fine(
             f"{num_of('SuperNode', num_online)} {'is' if num_online == 1 else 'are'} connected"

@@ -21,6 +21,7 @@ from keel.deployment.checks_host import (
     check_key,
     check_port,
     check_private_files,
+    check_registered,
 )
 from keel.deployment.credentials import make_credentials
 from protocol.flower_compat.registration import Registration
@@ -52,6 +53,25 @@ def test_dates_of_a_certificate(made, days, is_problem, words):
     found, text = result(check_certificate(made / "server/server.pem", now))
     assert found == is_problem
     assert words in text
+
+
+def test_a_supernode_whose_key_has_no_name_is_to_be_named_or_removed(made, monkeypatch):
+    """After new credentials, the doctor sent the operator to the machine of each old key.
+
+    One that was still connected was not named at all.
+    """
+    nodes = [(1, "", "online"), (2, "", "offline"), (3, "site-a", "offline"), (4, "b", "online")]
+    monkeypatch.setattr(keel.deployment.checks_host, "check_port", lambda *_: [])
+    monkeypatch.setattr(keel.deployment.checks_host, "registered_nodes", lambda *_: nodes)
+    found = {f.text for f in check_registered(made / "server", "localhost:8000") if f.is_problem}
+    hint = "Put the client.pub of its client there and register it, or remove it: flwr supernode"
+    where = f"and its key is not in {made / 'server' / 'clients'}: runs refuse it. {hint}"
+    assert {
+        f"SuperNode 1 is online, {where} unregister 1 deployment",
+        f"SuperNode 2 is offline, {where} unregister 2 deployment",
+        "SuperNode 3 of site-a is offline: run `keel doctor client` on its machine",
+    } <= found
+    assert not any("SuperNode 4" in text for text in found)
 
 
 def test_a_port_in_order_and_a_certificate_of_another_ca(made, tmp_path):
