@@ -43,6 +43,7 @@ client_name = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 backdated = datetime.timedelta(hours=1)  # for clocks that are behind
 min_validity = datetime.timedelta(days=30)  # of a certificate, before it is warned about
 without_links = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # of a file system such as FAT
+new_ca = "make a new CA and copy its ca.pem to all machines (docs/how-to/deployment.md, step 1)"
 certificate_options = ("--ssl-certfile", "--ssl-ca-certfile", "--root-certificates")  # of Flower
 
 
@@ -185,10 +186,7 @@ def renew(folder: Path, names: Sequence[str] = (), days: int = 825) -> list[str]
     last = load_certificate(ca / "ca.pem").not_valid_after_utc
     left = (last - datetime.datetime.now(datetime.UTC)).days
     if left < 1:
-        raise ValueError(
-            f"{ca / 'ca.pem'} expired on {last:%Y-%m-%d}: make new credentials in another "
-            "directory and copy them to all machines"
-        )
+        raise ValueError(f"{ca / 'ca.pem'} expired on {last:%Y-%m-%d}: {new_ca}")
     check_issuer(path, ca / "ca.pem")
     all_names = list(dict.fromkeys([*certificate_names(path), *names]))
     content = server_certificate(ca, load_key(path.with_suffix(".key")), all_names, min(days, left))
@@ -213,7 +211,7 @@ def certificate_problem(path: Path, now: datetime.datetime) -> str:
         return ""
     when = f"expired on {last:%Y-%m-%d}" if now > last else f"expires soon, on {last:%Y-%m-%d}"
     way_out = (
-        "make new credentials in another directory and copy them to all machines"
+        new_ca
         if found.issuer == found.subject  # a CA
         else "`keel deploy credentials --renew`"
     )

@@ -12,9 +12,11 @@ import ssl
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from cryptography import x509
+from deployment_fixtures import documented_commands
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from typer.testing import CliRunner
 
@@ -23,7 +25,9 @@ from keel.cli.deploy import app
 from keel.deployment.credentials import (
     certificate_names,
     certificate_problem,
+    check_issuer,
     make_credentials,
+    new_ca,
     renew,
     write_new,
 )
@@ -441,7 +445,7 @@ def test_a_certificate_that_cannot_be_renewed_says_why(tmp_path):
     assert 0 <= (last - certificate_end(tmp_path / "server/server.pem")).days <= 1
     make_credentials(tmp_path / "old", ["a.org"], [], days=0)
     before = digests(tmp_path)
-    with pytest.raises(ValueError, match=r"ca\.pem expired on 2.*: make new credentials"):
+    with pytest.raises(ValueError, match=r"ca\.pem expired on 2.*: make a new CA"):
         renew(tmp_path / "old")
     result = CliRunner().invoke(app, ["credentials", "--renew", "--client", "x"])
     assert "--renew with --client" in str(result.exception)
@@ -484,9 +488,20 @@ def test_a_process_warns_of_its_certificate_when_it_starts(tmp_path, module):
     assert f"warning: {pem} expires soon, on 2" in done.stderr
 
 
-def test_an_authority_that_ends_needs_new_credentials(tmp_path):
-    make_credentials(tmp_path, ["a.org"], [], days=5)
-    problem = certificate_problem(tmp_path / "ca/ca.pem", datetime.datetime.now(datetime.UTC))
-    assert problem.endswith(
-        "make new credentials in another directory and copy them to all machines"
-    )
+def test_an_authority_that_ends_is_replaced_as_documented(tmp_path):
+    """The clients' keys stay: new ones would have to be registered, and the old ones removed."""
+    folder = tmp_path / "credentials"
+    make_credentials(folder, ["a.org"], ["site-a", "site-b"], days=5)
+    problem = certificate_problem(folder / "ca/ca.pem", datetime.datetime.now(datetime.UTC))
+    assert problem.endswith(new_ca)
+    before = (folder / "ca/ca.pem").read_bytes()
+    keys = {path: path.read_bytes() for path in folder.rglob("client.*")}
+    bin_dir = Path(sys.executable).parent
+    env = os.environ | {"PATH": f"{bin_dir}{os.pathsep}{os.environ['PATH']}"}
+    command = ["sh", "-ec", documented_commands("--folder new")]
+    subprocess.run(command, cwd=tmp_path, env=env, check=True, timeout=100)
+    for owner in ("ca", "server", "site-a", "site-b"):
+        check_issuer(folder / "server/server.pem", folder / owner / "ca.pem")
+        assert (folder / owner / "ca.pem").read_bytes() != before
+    assert keys == {path: path.read_bytes() for path in folder.rglob("client.*")}
+    assert f"made  {folder / 'site-c' / 'client.pub'}" in make_credentials(folder, [], ["site-c"])
