@@ -11,8 +11,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from client_app.setup import build_network, device_or_cpu, open_source, placed
+from client_app.state import version_name
 from models import StagedModel
-from protocol.files import write_atomically
+from protocol.files import digest, write_atomically
 from protocol.messages import Arrays, mismatch, with_current_names
 from protocol.text import in_one_line, shortened
 from server_app.diagnostics.comparison import Comparison, chosen_diagnostics, probe_of
@@ -129,6 +130,10 @@ def saved_model(run_dir: Path, model: str) -> tuple[str, Arrays]:
         raise ValueError(
             f"{model!r} is neither a client with state in {run_dir / 'clients'} nor a file"
         )
+    if path.name == "model.safetensors":
+        check_is_as_written(path.parent)
+    elif version_name.fullmatch(path.name) and digest(path.read_bytes()) not in path.name:
+        raise ValueError(f"{path} is damaged: its content does not have the digest in its name")
     check_opens(path)
     try:
         arrays = with_current_names(load_file(path))

@@ -405,6 +405,23 @@ def test_the_command_refuses_a_global_model_that_was_changed(run, monkeypatch, c
     assert not output.exists()
 
 
+def test_the_command_refuses_a_model_to_compare_that_was_changed(
+    run, monkeypatch, capsys, tmp_path
+):
+    """It measured a checkpoint, or another run's model, in which one bit had flipped."""
+    folder, other, output = run({"num-rounds": 1}), run({"num-rounds": 1}), tmp_path / "out"
+    [first] = (folder / "checkpoints").glob("round-00001-*")
+    for model in (first, other / "model.safetensors"):
+        content = bytearray(model.read_bytes())
+        content[-3] ^= 64
+        model.write_bytes(content)
+        assert command(monkeypatch, folder, model, "--output", output) == 2
+        line = capsys.readouterr().err
+        assert str(model) in line
+        assert "digest" in line
+        assert not output.exists()
+
+
 @pytest.mark.parametrize("names", [[], ["client-0001"]])
 def test_the_command_names_a_client_state_that_is_damaged(
     run, monkeypatch, capsys, tmp_path, names
