@@ -94,7 +94,7 @@ class DataConfig:
     )
     data_fraction: float = option(
         between(0, 1, open_low=True),
-        "share of the training set that is split over the clients, the same of each class",
+        "share of the training set that is split over the clients, stratified by class",
     )
     image_size: int = option(
         Constraint(lambda v: v == 0 or v in IMAGE_SIZES, "0, or 28 to 64"),
@@ -104,7 +104,8 @@ class DataConfig:
         between(0, 3), "1 or 3; 0: the model's number of channels, else the source's own"
     )
     normalise: str = option(
-        one_of("source", "half"), "by the source's own mean and deviation, or half: both 0.5"
+        one_of("source", "half"),
+        "mean and standard deviation of the pixels: source: the training images'; half: 0.5 each",
     )
     partition: str = option(
         one_of("iid", "dirichlet", "dirichlet-balanced", "classes", "shards"),
@@ -136,8 +137,8 @@ class ModelConfig:
     model: str = option(any_text(), "the network; see `keel models`")
     client_models: str = option(
         any_text(),
-        "comma-separated networks: client number i trains entry i modulo their count, "
-        "for methods that support mixed architectures",
+        "comma-separated networks, assigned to the clients in turn, for methods that support mixed "
+        "architectures",
     )
     norm: str = option(
         one_of("", "group", "batch"), 'norm layer where the model offers a choice; "": its default'
@@ -172,7 +173,7 @@ class TrainConfig:
     clip_norm: float = option(at_least(0), "the gradient's norm is clipped to this; 0: no clipping")
     device: str = option(
         matching(r"auto|(cpu|cuda|mps|xpu)(:\d+)?", "auto, cpu, cuda or cuda:N"),
-        "auto: cuda where there is one; cpu, cuda, cuda:1, ... (not with --engine flower)",
+        "auto: cuda if there is a GPU, else cpu; cuda:N: that GPU (not with --engine flower)",
     )
     threads: int = option(
         between(0, 1024),  # with 100,000 threads the process crashes
@@ -197,8 +198,8 @@ class TrainConfig:
     )
     stacked_runs: int = option(
         between(1, 64),
-        "runs of the inline engine that train together, at most, as one batched model: those of "
-        "`keel experiments run --stack` that differ in seed and numbers of the method alone",
+        "at most this many runs of `keel experiments run --stack` train as one batched model; they "
+        "may differ only in the seed and in numbers of the method",
     )
     frozen_statistics: str = option(
         one_of("running", "batch"),
@@ -259,7 +260,9 @@ class RoundsConfig:
 
     preset: str = option(any_text(), "named paper settings; explicit keys override them")
     method: str = option(any_text(), "the method; see `keel methods`")
-    server_optimizer: str = option(any_text(), "the server's update rule")
+    server_optimizer: str = option(
+        any_text(), "the server's update rule: " + ", ".join(SERVER_OPTIMIZERS)
+    )
     weighting: str = option(
         one_of("auto", "examples", "uniform"),
         "weights of the clients' updates; auto: the paper's, or uniform with norm-bound or a "
@@ -291,7 +294,7 @@ class RoundsConfig:
         "failures in a row after which a client is not sampled (in a deployment, not evaluated "
         "either) for a while; 0: never",
     )
-    backoff_rounds: int = option(at_least(1), "rounds of such a backoff")
+    backoff_rounds: int = option(at_least(1), "length of a backoff, in rounds")
     norm_bound: str = option(
         one_of("off", "fixed", "median"), "bound on the norm of a client's update"
     )
@@ -334,10 +337,10 @@ class RoundsConfig:
     keep_state: bool = option(
         true_or_false(),
         "keep the checkpoints and client state of a finished run, to continue it with more rounds; "
-        "false: only what its personal models consist of",
+        "false: keep only personal models",
     )
     tracker_clients: bool = option(true_or_false(), "trackers plot each client's accuracies too")
-    tensorboard: bool = option(true_or_false(), "the same as tracker = tensorboard, beside others")
+    tensorboard: bool = option(true_or_false(), "adds tensorboard to `tracker`")
     output_dir: str = option(any_text(), 'parent of run directories; "": $KEEL_HOME/runs')
     run_name: str = option(
         matching(
@@ -348,7 +351,7 @@ class RoundsConfig:
         ),
         'name of the run directory, which must not exist; "": time, method and data',
     )
-    resume: str = option(any_text(), "run directory to resume")
+    resume: str = option(any_text(), "run directory to resume; `keel resume` sets it")
     evaluate_every: int = option(
         at_least(1), "rounds between evaluations; the last round is always evaluated"
     )
@@ -357,13 +360,13 @@ class RoundsConfig:
     )
     evaluate_clients: str = option(
         one_of("auto", "none", "cohort", "all"),
-        "whose local test parts are evaluated on; auto: all for personal methods",
+        "clients whose local test parts are used; auto: all for personal methods, else none",
     )
     last_rounds: int = option(
         at_least(1), "the summary's mean and median are over this many last evaluations"
     )
     diagnostics: str = option(
-        any_text(), "measures of the local models: comma-separated names, or all"
+        any_text(), 'measures of the local models: comma-separated names, or all; "": none'
     )
     diagnostics_every: int = option(at_least(1), "rounds between diagnostics")
 
