@@ -104,7 +104,8 @@ def run_command(
     stack: Annotated[
         bool,
         typer.Option(
-            "--stack", help="Train runs that differ in seed and numbers of the method as one model."
+            "--stack",
+            help="Train runs that differ only in seed and numbers of the method as one model.",
         ),
     ] = False,
     pack: Annotated[
@@ -148,8 +149,8 @@ def run_command(
     console, folder = new_console(), output_folder(output)
     if not seeds and len(options.seeds) > len(loaded.seeds):
         console.print(
-            f"{len(options.seeds)} seeds instead of the recipe's {len(loaded.seeds)}: values are "
-            "tried with the first, which then does not judge them; --seeds sets another number"
+            f"{len(options.seeds)} seeds instead of the recipe's {len(loaded.seeds)}: the first "
+            "selects a value and is left out of the comparison; --seeds sets another number"
         )
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup

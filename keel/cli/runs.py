@@ -493,7 +493,7 @@ def export(
     ] = None,
     client: ClientName = "",
 ) -> None:
-    """Export a run's history, or its final model with its normalisation inside.
+    """Export a run's history, or its final model, which includes the normalisation.
 
     An exported model takes pixels 0..255 as float32 [N, C, H, W] and returns logits [N, classes].
     """
