@@ -61,8 +61,10 @@ def test_the_file_is_synced_before_it_is_renamed_and_its_entry_after(tmp_path, m
         synced.append((os.path.isdir(descriptor), path.exists()))
 
     monkeypatch.setattr(files.os, "fsync", note)
+    num_open = len(os.listdir("/proc/self/fd"))
     write_atomically(path, b"1")
     assert synced == [(False, False), (True, True)]
+    assert len(os.listdir("/proc/self/fd")) == num_open  # or a long run would have none left
 
 
 def test_only_the_parts_of_processes_that_have_ended_are_removed(tmp_path):
@@ -127,6 +129,18 @@ def test_a_users_file_that_cannot_be_replaced_is_written_in_place(tmp_path, monk
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(OSError, match=os.strerror(error)):
         write_output(tmp_path / "new.csv", b"1")
+
+
+def test_a_full_disk_leaves_a_users_file_as_it_was(tmp_path, monkeypatch):
+    def fsync(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "a.csv"
+    write_output(path, b"1")
+    monkeypatch.setattr(files.os, "fsync", fsync)
+    with pytest.raises(OSError, match="No space left on device"):
+        write_output(path, b"2")
+    assert path.read_bytes() == b"1"
 
 
 def test_a_folder_is_no_part_whatever_its_name(tmp_path):
