@@ -133,9 +133,12 @@ def test_float32_stays_float32_and_is_as_exact_as_that():
 
 
 def test_whole_numbers_are_rounded_to_the_nearest_and_keep_their_type():
-    counts = [{"steps": torch.tensor([1, 10, -4])}, {"steps": torch.tensor([2, 40, -7])}]
-    mean = weighted_mean([reply_of("a", counts[0]), reply_of("b", counts[1])], [1.0, 3.0])
-    assert mean["steps"].tolist() == [2, 32, -6]  # 1.75, 32.5 (to even), -6.25
+    large = 2**39 + 1  # more digits than float32 has
+    counts = [torch.tensor([1, 10, -4, large]), torch.tensor([2, 40, -7, large])]
+    mean = weighted_mean(
+        [reply_of(c, {"steps": n}) for c, n in zip("ab", counts, strict=True)], [1.0, 3.0]
+    )
+    assert mean["steps"].tolist() == [2, 32, -6, large]  # 1.75, 32.5 (to even), -6.25
     assert mean["steps"].dtype == torch.int64
 
 
@@ -747,7 +750,7 @@ def test_a_server_half_that_averages_a_large_round_in_part_or_twice_is_refused(m
     for num_bytes in (2**29, 0):
         monkeypatch.setattr(strategies.average, "STREAM_BYTES", num_bytes)
         strategy = average_of(half=Some)
-        extra = {"beside": torch.ones(2)}
+        extra = {"beside": torch.ones(500)}
         messages = [
             answer(message, replace(reply, extra=extra))
             for message, reply in all_answers(strategy, current)
@@ -829,7 +832,7 @@ class Summing(Average):
     needs_only_average = True
 
     def expected_extra(self):
-        return {"beside": torch.zeros(2)}
+        return {"beside": torch.zeros(500)}
 
     def extra_shares(self, clients):
         return dict.fromkeys(clients, 1 / len(clients))
@@ -839,15 +842,16 @@ class Summing(Average):
         return super().next_arrays(current, replies)
 
 
-def test_workers_sum_what_is_beside_the_model_too(monkeypatch):
+def test_what_is_beside_the_model_has_the_same_bits_whoever_sums_it(monkeypatch):
     current, strategies = network().state_dict(), []
-    for is_by_workers in (False, True):
+    for who in ("server", "workers", "server, which needs each update"):
         strategies.append(strategy := streaming(monkeypatch, half=Summing))
+        strategy.keeps_updates = "needs" in who
         replies = [
-            (message, replace(reply, extra={"beside": torch.tensor([i / 7, 1.0])}))
+            (message, replace(reply, extra={"beside": torch.linspace(i / 7, 1.0, 500)}))
             for i, (message, reply) in enumerate(all_answers(strategy, current))
         ]
-        if is_by_workers:
+        if who == "workers":
             shares, total = strategy.begin_sums(1), ExactSum(strategy.limits)
             for node, (_, reply) in enumerate(replies, start=100):
                 total.add(reply.arrays, shares["arrays"][node])
@@ -855,9 +859,10 @@ def test_workers_sum_what_is_beside_the_model_too(monkeypatch):
             strategy.take_sum(shares["extra"], total.sums)
             replies = [(message, replace(r, arrays={}, extra={})) for message, r in replies]
         strategy.aggregate_train(1, [answer(*each) for each in replies])
-    one, other = strategies
+    one, other, third = strategies
     assert same_bits(one.total, other.total)
-    assert one.total["beside"].tolist() == pytest.approx([2 / 7, 1.0])
+    assert same_bits(one.total, third.total)
+    torch.testing.assert_close(one.total["beside"], torch.linspace(2 / 7, 1.0, 500))
     assert one.report.bytes_up == other.report.bytes_up
 
 

@@ -231,6 +231,7 @@ def test_going_on_from_a_kept_state_is_as_if_never_interrupted(make, stop_after)
     kept = {name: array.clone() for name, array in step.state().items()}
     again = make()
     again.load(kept)
+    assert same_bits(again.state(), kept)
     for average, expected in zip(averages(6)[stop_after:], whole[stop_after:], strict=True):
         model = again.step(model, average, shapes.keys())
         assert same_bits(model, expected)

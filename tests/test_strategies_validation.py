@@ -46,6 +46,7 @@ changed = ": if its data has changed, restore it or start a new run"
         (reply_of(**{"loss.supervised": 3.4e38}), ""),  # as float32 can say it
         (reply_of(**{"loss.a": 1.7e308}), "loss.a is 1.7e+308, beyond 3.40282e+38"),
         (reply_of(**{"loss.a": -1e300}), "loss.a is -1e+300, beyond 3.40282e+38"),
+        (reply_of(**{"loss.penalty": -1.0}), ""),  # a penalty may be negative
         (reply_of(seconds=-1.0), "seconds is -1, less than 0"),
         (reply_of(**{"cpu-seconds": -1e-3}), "cpu-seconds is -0.001, less than 0"),
         (reply_of(**{"personal-accuracy": 1.0, "global-accuracy": 0.0}), ""),
@@ -156,6 +157,7 @@ def test_an_outlier_that_opposes_most_others_is_rejected(outlier, reason):
 def test_without_two_others_nobody_is_opposed_and_one_other_alone_outvotes_nobody():
     assert opposed(updates_of(big=[1.0], a=[-1.0]), {"big"}) == {}
     assert opposed(updates_of(big=[1.0], a=[-1.0], b=[1.0]), {"big"}) == {}
+    assert opposed(updates_of(big=[1.0], a=[-1.0], b=[-1.0]), {"big"}).keys() == {"big"}
 
 
 def test_outliers_declare_more_than_ten_times_the_median():

@@ -309,6 +309,7 @@ def test_a_client_of_tiny_deviations_does_not_rule_the_product_under_a_norm_boun
         return norm(server.beside_model(TrainReply(client, 1, {}, extra, {})))
 
     honest = {client: norm_of(client, 0.5 / count**0.5) for client, count in counts.items()}
+    assert list(honest.values()) == pytest.approx([honest["a"]] * 4)
     assert beyond_median(honest) == {}
     assert beyond_median(honest | {"d": norm_of("d", 1e-9)}).keys() == {"d"}
 

@@ -277,6 +277,12 @@ def test_many_clients_do_not_break_the_mix(caplog):
     assert not caplog.records
 
 
+def test_shares_that_are_all_small_are_mixed(monkeypatch):
+    """As those of more than a thousand clients that are alike."""
+    monkeypatch.setattr("strategies.fedpac.smallest_share", 1.0)
+    assert head_mix(0, np.ones((4, 3)), np.ones(4)) == pytest.approx([0.25] * 4)
+
+
 def test_a_client_without_variance_keeps_its_own_head():
     assert head_mix(0, np.eye(3), np.array([0.0, 1, 1])).tolist() == [1, 0, 0]
 
