@@ -139,8 +139,8 @@ def test_fedproc_sends_the_class_sums_of_the_model_it_ends_with():
 # --- the server half ------------------------------------------------------------------------------
 
 
-def fedproc_server():
-    config = make_config(method="fedproc", max_weight_share=1.0)
+def fedproc_server(max_weight_share=1.0):
+    config = make_config(method="fedproc", max_weight_share=max_weight_share)
     return FedProcServer(config, build_network(config, SHAPE, NUM_CLASSES))
 
 
@@ -171,11 +171,22 @@ def test_the_servers_prototypes_are_means_over_all_samples_of_a_class():
     assert_same_bits(other.extra(), server.extra())
 
 
+def test_a_client_whose_count_is_capped_counts_as_little_in_the_prototypes():
+    server = fedproc_server(max_weight_share=0.5)
+    replies = [proc_reply("a", 1, [4.0, 0, 2]), proc_reply("b", 2, [1e6, 0, 5])]
+    server.next_arrays(initial(make_config(method="fedproc")), replies)
+    (a, b), scale = (reply.extra["sums"] for reply in replies), 6 / (1e6 + 5)
+    expected = (a[0] + scale * b[0]) / (4 + scale * 1e6)
+    torch.testing.assert_close(server.extra()["prototypes"][0], expected)
+
+
 def test_the_server_rejects_counts_that_are_not_the_rosters():
     server = fedproc_server()
     server.roster = {1: SimpleNamespace(client="a", label_counts=[4, 0, 2])}
     assert server.extra_reason(proc_reply("a", 1, [4.0, 0, 2])) == ""
     assert "array 'counts' is not [4, 0, 2]" in server.extra_reason(proc_reply("a", 1, [4.0, 1, 2]))
+    server.roster[1].label_counts[0] = 2**24 + 1  # float32 has no such number
+    assert server.extra_reason(proc_reply("a", 1, [2.0**24 + 1, 0, 2])) == ""
 
 
 def test_the_server_rejects_sums_of_classes_without_samples():
