@@ -62,7 +62,7 @@ def started_superlink(folder: Path, variables: Mapping[str, str]) -> Iterator[Su
     client = SuperLinkClient(folder, f"127.0.0.1:{http}")
     check_programs(client.environment["PATH"])
     mark = f"{os.getpid()}-{time.time_ns()}"
-    sockets = tempfile.mkdtemp(prefix=RAY_PREFIX)  # short: it holds the paths of sockets
+    sockets = tempfile.mkdtemp(prefix=RAY_PREFIX, dir="/tmp")  # as sockets have short paths
     # Ray's agents set their titles, which would overwrite the environment that /proc shows
     client.environment |= {MARK: mark, "SPT_NOENV": "1"} | dict(variables)
     # there is only one run, and polling for others costs the SuperLink time

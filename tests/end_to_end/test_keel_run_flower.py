@@ -29,8 +29,12 @@ long_run = [*words, "num-rounds=1000", "run-name=cut", "--clients", "3"]
 
 
 def started(home, *arguments):
-    """`keel run --engine flower` with a home of its own, killed at the end."""
+    """`keel run --engine flower` with a home of its own, killed at the end.
+
+    Its $TMPDIR, as on some clusters, is longer than the path of a socket may be.
+    """
     own = {"KEEL_HOME": str(home), "PYTHONPATH": str(root), MARK + "_TEST": str(home)}
+    own["TMPDIR"] = str(home)
     return keel_run("--engine", "flower", *arguments, cwd=home, env=os.environ | own)
 
 
