@@ -73,23 +73,24 @@ def started_superlink(folder: Path, variables: Mapping[str, str]) -> Iterator[Su
     with log_path.open("w") as log_file:
         with naming(folder / MARK_FILE):
             (folder / MARK_FILE).write_text(f"{mark}\n{sockets}")
-        process = subprocess.Popen(
-            [
-                # Keel's, with a database: Flower's would end the run after a suspended machine or a
-                # clock that is set forward, as nobody's heartbeat has come meanwhile
-                *(sys.executable, "-m", "keel.deployment.superlink_server"),
-                *("--database", str(folder / "superlink.db")),
-                *("--insecure", "--simulation", "--isolation", "subprocess"),
-                *("--host", "127.0.0.1", "--port", str(http)),
-                *("--control-api-address", f"127.0.0.1:{control}"),
-            ],
-            cwd=app_folder,
-            env=client.environment,
-            stdout=log_file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process = None  # where an interrupt comes between its start and Popen's return
         try:
+            process = subprocess.Popen(
+                [
+                    # Keel's, with a database: Flower's would end the run after a suspended machine
+                    # or a clock that is set forward, as nobody's heartbeat has come meanwhile
+                    *(sys.executable, "-m", "keel.deployment.superlink_server"),
+                    *("--database", str(folder / "superlink.db")),
+                    *("--insecure", "--simulation", "--isolation", "subprocess"),
+                    *("--host", "127.0.0.1", "--port", str(http)),
+                    *("--control-api-address", f"127.0.0.1:{control}"),
+                ],
+                cwd=app_folder,
+                env=client.environment,
+                stdout=log_file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             wait_until_healthy(process, http, log_path)
             yield client
         finally:

@@ -335,6 +335,22 @@ def test_of_two_superlinks_that_start_at_once_in_a_folder_one_is_refused(tmp_pat
         assert len(found) == 2
 
 
+def test_a_superlink_whose_start_is_interrupted_is_ended(tmp_path, monkeypatch):
+    """It stayed for good: Ctrl-C came before Popen had returned, right after the plan was shown."""
+    started = []
+
+    def interrupted(command, env, **options):
+        started.append(popen(["sleep", "100"], env=env))
+        raise KeyboardInterrupt
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt), simulation_superlink(tmp_path / "run"):
+        pass
+    assert [process.wait(10) for process in started] == [-signal.SIGTERM]
+    assert not Path((tmp_path / "run" / "mark").read_text().splitlines()[1]).exists()
+
+
 def test_following_a_run_reads_each_line_once_and_reports_the_rounds_after_the_last(
     tmp_path, monkeypatch
 ):
