@@ -67,7 +67,7 @@ def started_superlink(folder: Path, variables: Mapping[str, str]) -> Iterator[Su
     client.environment |= {MARK: mark, "SPT_NOENV": "1"} | dict(variables)
     # there is only one run, and polling for others costs the SuperLink time
     client.environment["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] = "0.5"
-    if "RAY_ADDRESS" not in client.environment:  # a cluster has directories of its own
+    if not client.environment.get("RAY_ADDRESS"):  # a cluster has directories of its own
         client.environment.setdefault("RAY_TMPDIR", sockets)
     log_path = folder / "superlink.log"
     with log_path.open("w") as log_file:
