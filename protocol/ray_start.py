@@ -8,8 +8,12 @@ time, and Ray 2.55 has no option to leave out the first three.
 
 import os
 import secrets
+import shlex
 import sys
 from typing import Any
+
+# of a runtime environment: Ray puts this path, which may have a blank, unquoted into a shell's line
+OWN_PYTHON = {"py_executable": shlex.quote(sys.executable)}
 
 
 def require_token() -> None:

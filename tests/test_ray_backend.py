@@ -47,6 +47,7 @@ from protocol.messages import (
     tensors,
 )
 from protocol.ray_nodes import MAX_WORKERS, Node
+from protocol.ray_start import OWN_PYTHON
 from server_app.preflight import START_TIMEOUT_S
 
 
@@ -408,23 +409,55 @@ def backend(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("variable", "given", "address"),
-    [("", {}, "local"), ("", {"address": "auto"}, "auto"), ("10.0.0.1:6379", {}, None)],
+    ("variable", "given", "address", "python"),
+    [
+        ("", {}, "local", OWN_PYTHON["py_executable"]),
+        ("", {"address": "auto"}, "auto", None),
+        ("10.0.0.1:6379", {}, None, None),  # each node has a path of its own
+    ],
 )
-def test_only_a_cluster_that_is_named_is_used(monkeypatch, variable, given, address):
+def test_only_a_cluster_that_is_named_is_used(monkeypatch, variable, given, address, python):
     """Without an address, Ray takes that of the last `ray start` here, or waits for one gone."""
+
+    def init(runtime_env, **options):
+        started.append((options.get("address"), runtime_env.get("py_executable")))
+
     started = []
     monkeypatch.setenv("RAY_ADDRESS", variable)
     monkeypatch.setenv("PYTHONPATH", "")
     monkeypatch.chdir(".")  # it changes the directory
     monkeypatch.setattr(ray_backend, "skip_unused_processes", lambda **_: None)
     monkeypatch.setattr("ray.is_initialized", lambda: bool(started))
-    monkeypatch.setattr("ray.init", lambda **options: started.append(options.get("address")))
+    monkeypatch.setattr("ray.init", init)
     monkeypatch.setattr(ClusterBackend, "__init__", lambda self: None)
     made = ClusterBackend()
     made.init_args_key = "init_args"
     made.init_ray({"init_args": {"log_to_driver": False, **given}})
-    assert started == [address]
+    assert started == [(address, python)]
+
+
+@pytest.mark.end_to_end
+def test_ray_starts_workers_of_a_python_whose_path_has_a_blank(tmp_path):
+    """It tried again for good, and a run waited: `exec: /home/me/My: cannot execute`."""
+    python = tmp_path / "it's a folder" / "python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    code = (
+        "from ray._private.runtime_env.context import RuntimeEnvContext as Context; "
+        "from ray.core.generated.common_pb2 import Language; "
+        "from protocol.ray_start import OWN_PYTHON; "
+        "Context(**{given}).exec_worker(['-c', 'import sys; print(sys.executable)'], "
+        "Language.PYTHON)"
+    )
+    for given, expected in (("OWN_PYTHON", f"{python}\n"), ("{}", "")):
+        done = subprocess.run(
+            [python, "-c", code.replace("{given}", given)],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.stdout == expected
 
 
 # --- which worker gets a message -----------------------------------------------------------------

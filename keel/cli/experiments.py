@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -169,7 +170,8 @@ def run_command(
         )
     if loaded.shows == "labels":
         console.print("nothing to train: the report plots the splits")
-    console.print(f"results: {folder}; keel experiments report --output {folder}", markup=False)
+    report = shlex.join(["keel", "experiments", "report", "--output", str(folder)])
+    console.print(f"results: {folder}; {report}", markup=False)
     archive_into(pack, folder)
     raise typer.Exit(1 if failed else 0)
 

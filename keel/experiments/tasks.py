@@ -35,7 +35,7 @@ from protocol.flower_compat.simulation import worker_variables
 from protocol.options import OptionValue
 from protocol.processes import num_cores
 from protocol.ray_nodes import CPU_WORKERS, Node, living_nodes
-from protocol.ray_start import require_token, skip_unused_processes
+from protocol.ray_start import OWN_PYTHON, require_token, skip_unused_processes
 from protocol.text import in_one_line, num_of
 
 LOG_FILE = "log.txt"
@@ -202,6 +202,9 @@ def connected(resources: Resources) -> Iterator[None]:
         skip_unused_processes(forwards_output=False)
     # one thread a run, on which the bits depend, unless its config says otherwise
     variables = worker_variables() | {"OMP_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0"}
+    environment: dict[str, Any] = {"env_vars": variables}
+    if not resources.address:
+        environment |= OWN_PYTHON
     terminate = signal.getsignal(signal.SIGTERM)
 
     def end_at_once() -> None:
@@ -226,7 +229,7 @@ def connected(resources: Resources) -> Iterator[None]:
             for attempts_left in reversed(range(START_ATTEMPTS)):
                 try:
                     with warnings.catch_warnings(action="ignore"):
-                        ray.init(runtime_env={"env_vars": variables}, **options)
+                        ray.init(runtime_env=environment, **options)
                     break
                 except Exception as error:
                     ray.shutdown()

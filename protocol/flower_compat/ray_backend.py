@@ -1,6 +1,6 @@
 """The backend of Flower's simulation, on one machine or on a Ray cluster that exists.
 
-Replaces `RayBackend` (see `simulation_patches`), whose options and start of Ray it takes:
+Replaces `RayBackend` (see `simulation_patches`), whose options it takes:
 
 - On a cluster ($RAY_ADDRESS) Flower gives workers its `sys.path` and nothing else of the
   environment; here also `worker_variables`.
@@ -55,7 +55,7 @@ from protocol.flower_compat.simulation import (
 )
 from protocol.processes import num_cores
 from protocol.ray_nodes import CPU_WORKERS, MAX_WORKERS, Node, check_gpus, living_nodes
-from protocol.ray_start import skip_unused_processes
+from protocol.ray_start import OWN_PYTHON, skip_unused_processes
 from protocol.text import num_of, shortened
 
 log = logging.getLogger("keel.server")
@@ -111,20 +111,22 @@ class ClusterBackend(RayBackend):
             raise failed from None
 
     def init_ray(self, backend_config: BackendConfig) -> None:
-        """As Flower's; on a cluster with the environment.
+        """Start Ray, or join the cluster, with the environment of this process.
 
         From the app's folder: workers look for modules in the folder of this process first, which
         is the one that the SuperLink was started in, another checkout's perhaps.
         """
         os.chdir(app_folder)
         options: dict[str, Any] = dict(backend_config.get(self.init_args_key) or {})
+        environment: dict[str, Any] = {"env_vars": worker_variables()}
         if not is_cluster():
+            options.setdefault("include_dashboard", False)
             if options.setdefault("address", "local") == "local":
                 options.setdefault("num_cpus", min(num_cores(), int(get_num_cpus())))
+                environment |= OWN_PYTHON
             skip_unused_processes(forwards_output=options.get("log_to_driver", True))
-        elif not ray.is_initialized():
-            ray.init(runtime_env={"env_vars": worker_variables()}, **options)
-        super().init_ray({**backend_config, self.init_args_key: options})
+        if not ray.is_initialized():
+            ray.init(runtime_env=environment, **options)
 
     def _validate_client_resources(self, config: BackendConfig) -> dict[str, int | float]:
         resources = super()._validate_client_resources(config)
