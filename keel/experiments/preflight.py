@@ -74,13 +74,14 @@ def refuse_overriding(cells: Sequence[Cell], changes: Mapping[str, OptionValue])
         return
     configs = [resolve_config(cell.keys).flat for cell in cells]
     for key in sorted(changes):
-        is_tuned = any(key in candidate for cell in cells for candidate in cell.candidates)
-        values = sorted({str(flat.get(key)) for flat in configs})
-        if is_tuned or len(values) > 1:
+        tuned = {each[key] for cell in cells for each in cell.candidates if key in each}
+        values = tuned | {flat.get(key) for flat in configs}
+        if tuned or len(values) > 1:
+            named = ", ".join(sorted(map(str, values)))
             raise ValueError(
-                f"--set {key}: rows, columns or tuned values of this recipe have different values "
-                f"of it ({', '.join(values)}): select some with --only; if others were run into "
-                "this --output, choose another one"
+                f"--set {key}: rows, columns or tuned values of this recipe differ in it ({named}):"
+                " select those with one value with --only, and choose another --output if this one "
+                "has runs of the others"
             )
 
 
