@@ -65,7 +65,8 @@ def method_files(name: str, server_half: bool, paper: str = "") -> dict[Path, st
     stem = method_stem(name)
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         raise ValueError(
-            f"{name!r}: expected lower-case letters, digits and hyphens, such as fedavg-ft"
+            f"{name!r}: expected a lower-case letter, then lower-case letters, digits and single "
+            "hyphens, such as fedavg-ft"
         )
     if keyword.iskeyword(stem):
         raise ValueError(
@@ -74,7 +75,10 @@ def method_files(name: str, server_half: bool, paper: str = "") -> dict[Path, st
     if name in {key.partition(".")[0] for key in default_config()} | set(method_names()):
         raise ValueError(f"{name!r} exists: methods, server optimizers and config keys share names")
     if not (app_folder / "tests").is_dir():
-        raise ValueError(f"{app_folder} is not a checkout of Keel: methods are written in one")
+        raise ValueError(
+            f"{app_folder} is not a checkout of Keel, in which methods are written: clone the "
+            "repository and install Keel from it (`make env`)"
+        )
     if len(paper) > MAX_PAPER or not paper.isprintable() or set(paper) & set('"\\<>'):
         raise ValueError(
             f"--paper {paper!r}: expected at most {MAX_PAPER} characters, without quotes, such as "

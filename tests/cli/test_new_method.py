@@ -65,6 +65,7 @@ def test_a_table_at_the_end_of_the_file_is_followed_by_the_new_one(end):
 def test_a_word_of_python_is_refused_as_such(refusal):
     line = "error: 'class' is a keyword of Python: choose another name, such as fed-class\n"
     assert refusal("new-method", "class") == line
+    assert "expected a lower-case letter, then" in refusal("new-method", "1fed")
 
 
 def test_a_wheel_is_no_place_for_new_methods(monkeypatch, tmp_path):
