@@ -276,7 +276,10 @@ def stop(run: Annotated[str, typer.Argument(show_default=False)] = "") -> None:
     while (saved.is_running or is_locked(engine_lock)) and time.monotonic() < deadline:
         time.sleep(0.1)
     if saved.is_running:
-        raise RuntimeError(f"process {pid} still writes the run {STOP_TIMEOUT_S:g} s after SIGINT")
+        raise RuntimeError(
+            f"process {pid} still writes the run {STOP_TIMEOUT_S:g} s after it was asked to stop: "
+            "repeat `keel stop` to end it at once"
+        )
     saved = SavedRun(saved.directory)
     print(f"{saved.name}: {saved.state} after round {saved.rounds}")
 
