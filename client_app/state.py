@@ -239,8 +239,8 @@ class StateFolder:
         replaced = [(r, path) for r, path in self._versions() if r >= round_]
         if replaced and replaced[-1][0] > round_ and self._has_ended(round_):
             raise ValueError(
-                f"round {round_} is over, and this client has trained in round {replaced[-1][0]} "
-                "since: its state stays, and what came too late is dropped"
+                f"round {round_} is over, and this client has since trained in round "
+                f"{replaced[-1][0]}: the late result is dropped, and the newer state stays"
             )
         if self.run_id and not self._saved_run_id():  # of Keel before ids: maybe of another run
             for _, path in replaced:

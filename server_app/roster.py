@@ -116,9 +116,9 @@ def check_widths(config: RunConfig, widths: Counter[tuple[str, int]], source: So
             for (model, width), count in sorted(widths.items())
         )
         raise ValueError(
-            f"representation widths differ: {found}; the run's model {run_model} has {own}: with "
-            f"{config.rounds.method} they have to agree; choose networks, or where to split them, "
-            "with one width"
+            f"representation widths differ: {found}; the run's model {run_model} has {own}: under "
+            f"{config.rounds.method} all must be equal: choose networks of one width, or another "
+            "split"
         )
 
 
