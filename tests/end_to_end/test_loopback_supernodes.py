@@ -146,12 +146,17 @@ def test_a_second_supernode_with_a_connected_client_s_key_says_so(deployed):
     assert "another SuperNode with this key is connected" in second.stdout, second.stdout
 
 
-def test_an_executor_without_the_secret_gets_no_work(deployed):
+@pytest.mark.parametrize(
+    ("owner", "executor"),
+    [("client-0000", "executor-client-0000"), ("server", "serverapp-executor")],
+)
+def test_an_executor_without_the_secret_gets_no_work(deployed, owner, executor):
+    """Neither the SuperNode nor the SuperLink has tasks for it."""
+    port, tls = (deployed.runtime_ports | {"server": deployed.http_port})[owner], ["--insecure"]
+    if owner == "server":
+        tls = ["--root-certificates", str(deployed.credentials / "server" / "ca.pem")]
     strange = subprocess.run(
-        [
-            *("flower-superexec", "--insecure", "--runtime-api-address"),
-            f"127.0.0.1:{deployed.runtime_ports['client-0000']}",
-        ],
+        ["flower-superexec", *tls, "--runtime-api-address", f"127.0.0.1:{port}"],
         env=deployed.environment("stranger"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -161,7 +166,7 @@ def test_an_executor_without_the_secret_gets_no_work(deployed):
     )
     assert "terminated" in strange.stdout  # refused, it ends by itself
     assert "Start `flwr-clientapp`" not in strange.stdout
-    with_secret = deployed.processes["executor-client-0000"].process
+    with_secret = deployed.processes[executor].process
     assert with_secret.poll() is None
 
 
