@@ -956,6 +956,25 @@ def test_an_outliers_update_is_compared_with_those_of_the_others(monkeypatch, la
     assert strategy.begin_sums(1)
 
 
+@pytest.mark.parametrize(
+    ("count", "share", "is_left_out"),
+    [(100_000, 0.25, True), (20, 0.25, False), (100_000, 1.0, False)],
+)
+def test_a_client_that_declares_many_samples_and_opposes_the_others_is_left_out(
+    count, share, is_left_out
+):
+    strategy = average_of(counts=[10, 11, 12, 13, count], max_weight_share=share)
+    strategy.partition_sizes = {}
+    current = network().state_dict()
+    for i, message in enumerate(ask(strategy, current)):
+        step, num = (-0.1, count) if i == 4 else (0.1, 10 + i)
+        arrays = {n: a + step if a.is_floating_point() else a for n, a in current.items()}
+        strategy.accept(1, answer(message, reply_of(f"client-{i}", arrays, num)))
+    left_out = strategy.validation.report().left_out
+    assert list(left_out) == ["client-4"] * is_left_out
+    assert all("points against the others' (median cosine -1)" in why for why in left_out.values())
+
+
 @pytest.mark.parametrize(("num_clients", "is_large"), [(5, False), (6, True)])
 def test_a_round_is_large_by_the_updates_of_all_its_clients(monkeypatch, num_clients, is_large):
     current = network().state_dict()
