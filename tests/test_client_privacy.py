@@ -147,8 +147,9 @@ def test_the_noise_is_added_to_the_clipped_release():
 
 @pytest.mark.parametrize("num", [3, 200_000])
 @pytest.mark.parametrize("kind", ["local", "central"])
-def test_every_released_value_is_a_multiple_of_the_stated_granularity(num, kind):
-    now = private_round(0.3, sensitivity=kind, clip_norm=0.7)
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.3, 1e-5), (0.99, 0.5)])  # the noise's bound, too
+def test_every_released_value_is_a_multiple_of_the_stated_granularity(num, kind, epsilon, delta):
+    now = private_round(epsilon, sensitivity=kind, clip_norm=0.7, delta=delta)
     (values,) = privatise({"a": torch.randn(num)}, now).values()
     step = granularity(now.config.privacy, num)
     assert math.log2(step).is_integer()
@@ -302,6 +303,15 @@ def test_what_the_sampler_adds_to_delta_grows_with_the_composed_epsilon(epsilon,
 def test_what_the_sampler_adds_to_delta_is_a_number_after_any_number_of_releases():
     privacy = private_round(0.9).config.privacy
     assert privacy_statement(privacy, 10**6, 10**6)["noise"]["added_to_delta"] == 1
+
+
+def test_the_central_guarantee_is_of_a_contribution():
+    privacy = private_round(0.5, sensitivity="central").config.privacy
+    guarantee = privacy_statement(privacy, 10, 1)["guarantee"]
+    assert (guarantee["model"], guarantee["unit"]) == (
+        "central: of the sum",
+        "one client's contribution",
+    )
 
 
 def test_no_release_costs_nothing():

@@ -268,6 +268,7 @@ def test_a_run_that_withholds_reports_the_global_accuracy_only(tmp_path, caplog)
     assert spent["releases"] == 2
     assert spent["guarantee"]["withheld"] == ["losses", "accuracies", "label counts", "times"]
     assert spent["guarantee"]["exempt"] == []
+    assert spent["guarantee"]["unit"] == "one training sample"
     assert "one sample is replaced" in spent["guarantee"]["neighbours"]
     assert "restored from an old backup" in spent["guarantee"]["public"]  # `old-state` of a reply
     assert spent["noise"]["added_to_delta"] < 1e-8

@@ -20,7 +20,14 @@ from PIL import Image
 import client_app.app
 import client_app.handlers
 from client_app.handlers import answer, turn
-from client_app.site_privacy import Ledger, PrivacyRefused, check_limits, site_limits, variable_of
+from client_app.site_privacy import (
+    KEYS,
+    Ledger,
+    PrivacyRefused,
+    check_limits,
+    site_limits,
+    variable_of,
+)
 from keel.cli.progress import Terminal
 from protocol.chained import append_chained
 from protocol.config import config_from_json
@@ -118,6 +125,8 @@ def test_a_request_at_every_limit_is_allowed(source):
         "privacy-budget-epsilon": composed_epsilon((multiplier**-2) ** -0.5, 1e-5),
     }
     check_limits(private(clip_norm=1.0), node)
+    exact = private(clip_norm=1.0, metrics="exact")
+    check_limits(exact, node | {"privacy-metrics": "exact"})
     for key in node.keys() - {"source", "privacy-min-noise-multiplier"}:
         with pytest.raises(PrivacyRefused, match=key):
             check_limits(private(clip_norm=1.0), node | {key: node[key] * 0.999})
@@ -131,6 +140,14 @@ def test_the_noise_of_a_central_run_counts_half():
     check_limits(private(), node)  # 9.69
     with pytest.raises(PrivacyRefused, match=r"its noise is 4\.845 times"):
         check_limits(private(sensitivity="central"), node)
+
+
+def test_an_empty_variable_counts_as_unset(monkeypatch):
+    """The compose file passes every variable, empty where the site sets none."""
+    for key in KEYS:
+        monkeypatch.setenv(variable_of(key), "")
+    check_limits(private(epsilon=0.0), {"source": "folder:/data"})
+    assert not site_limits({}).is_set
 
 
 def test_the_stricter_of_node_config_and_environment_holds(monkeypatch):
