@@ -87,8 +87,7 @@ def matching(pattern: str, description: str) -> Constraint:
 def duration() -> Constraint:
     """A string such as "1 epoch", "2 epochs" or "20 steps"; see `parse_duration`."""
     return matching(
-        r"\d{1,9} (epoch|step)s?",
-        "like '1 epoch', '2 epochs' or '20 steps', with at most 9 digits",
+        r"\d{1,9} (epoch|step)s?", "like '1 epoch', '2 epochs' or '20 steps', with at most 9 digits"
     )
 
 

@@ -146,11 +146,7 @@ def test_auto_is_bf16_for_large_networks_where_the_device_has_it(
 
 @pytest.mark.parametrize(
     ("name", "device", "expected"),
-    [
-        ("mobilenet-v2", "cpu", "fp32"),
-        ("mobilenet-v2", "cuda", "bf16"),
-        ("vgg9", "cpu", "bf16"),
-    ],
+    [("mobilenet-v2", "cpu", "fp32"), ("mobilenet-v2", "cuda", "bf16"), ("vgg9", "cpu", "bf16")],
 )
 def test_auto_is_fp32_for_grouped_convolutions_on_a_cpu(name, device, expected, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})

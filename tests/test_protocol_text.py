@@ -25,13 +25,7 @@ from protocol.messages import (
     reply_content,
     roster_content,
 )
-from protocol.text import (
-    check_client_name,
-    in_one_line,
-    is_client_name,
-    num_of,
-    size_of_data,
-)
+from protocol.text import check_client_name, in_one_line, is_client_name, num_of, size_of_data
 
 pytestmark = pytest.mark.usefixtures("task_identity")
 any_text = st.text(st.characters(exclude_categories=()), max_size=500)  # with surrogates

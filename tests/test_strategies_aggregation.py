@@ -14,12 +14,7 @@ from run_fixtures import random_arrays, same_bits, sent
 from protocol.config import resolve_config
 from protocol.exact_sum import ExactSum
 from protocol.messages import TrainReply
-from strategies.aggregation import (
-    RunningMean,
-    aggregate,
-    coordinate_wise,
-    krum_selection,
-)
+from strategies.aggregation import RunningMean, aggregate, coordinate_wise, krum_selection
 
 shapes = {"conv": (2, 3, 1), "fc": (4,)}
 

@@ -76,9 +76,7 @@ class FedIntR(PreviousModelObjective):
     )
     detach: bool = option(true_or_false(), "no gradient through alpha_k", source="this project")
     projection_width: int = option(
-        between(1, 65_536),
-        "d: outputs of each projection head",
-        source="Sec. IV; the paper: 256",
+        between(1, 65_536), "d: outputs of each projection head", source="Sec. IV; the paper: 256"
     )
 
     def model_parts(self) -> ModelParts:

@@ -35,9 +35,7 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def interruptible(
-    at_once: Callable[[], None] = lambda: None,
-    ends_on_hangup: bool = True,
-    ended: str = ENDED,
+    at_once: Callable[[], None] = lambda: None, ends_on_hangup: bool = True, ended: str = ENDED
 ) -> Iterator[None]:
     """Within: SIGINT raises KeyboardInterrupt, a second one ends the process with code 130.
 

@@ -67,8 +67,7 @@ def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
     if re.match(r"[-+]?0[0-9_]", node.value) or ":" in node.value:
         line = node.start_mark.line + 1
         raise LineError(
-            line,
-            f"YAML takes {node.value} for {number}: write a decimal number, or text in quotes",
+            line, f"YAML takes {node.value} for {number}: write a decimal number, or text in quotes"
         )
     return number
 

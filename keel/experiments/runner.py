@@ -210,10 +210,7 @@ def run_recipe(
     planned = runs_needed(recipe, cells, options, output, failed)
     if resources.gpus is None and all(run.keys.get("device") == "cpu" for run in planned):
         resources = replace(resources, gpus=0.0)  # each would wait for a GPU of its own
-    with (
-        progress_bars(console) as progress,
-        RayTasks(resources, output, with_data) as tasks,
-    ):
+    with progress_bars(console) as progress, RayTasks(resources, output, with_data) as tasks:
         running: list[ActiveRun] = []
         own: set[str] = set()  # runs that were started here
         resumed: set[str] = set()  # of these, runs that were killed and started once more

@@ -96,12 +96,7 @@ from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from protocol.flower_compat import (
-    MAX_OBJECT_BYTES,
-    FlowerChanged,
-    log_in_one_line,
-    replace,
-)
+from protocol.flower_compat import MAX_OBJECT_BYTES, FlowerChanged, log_in_one_line, replace
 from protocol.flower_compat.reply_bounds import (
     BoundedReplies,
     FlatObjectStore,
@@ -337,9 +332,7 @@ class OwnKeyInterceptor(NodeAuthServerInterceptor):
     """
 
     def intercept_service(
-        self,
-        continuation: Callable[[Any], Any],
-        handler_call_details: grpc.HandlerCallDetails,
+        self, continuation: Callable[[Any], Any], handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler:
         """As Flower's."""
         try:

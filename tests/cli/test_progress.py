@@ -131,11 +131,7 @@ def test_the_time_left_after_a_resume_counts_this_attempts_rounds_alone(monkeypa
     [
         (0, "run", ""),
         (2, "run", "failed after round 2; to continue once its cause is removed: keel resume run"),
-        (
-            2,
-            "",
-            "failed after round 2; to continue once its cause is removed: keel resume x --y",
-        ),
+        (2, "", "failed after round 2; to continue once its cause is removed: keel resume x --y"),
     ],
 )
 def test_a_run_that_failed_after_a_round_says_how_to_continue(last_round, where, expected, capsys):

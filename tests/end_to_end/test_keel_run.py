@@ -138,10 +138,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(home, capsys, monkeyp
 
 @pytest.mark.parametrize(
     ("name", "state", "noted"),
-    [
-        ("model.safetensors", FULL, FULL),
-        ("manifest.json", "interrupted", "finished"),
-    ],
+    [("model.safetensors", FULL, FULL), ("manifest.json", "interrupted", "finished")],
 )
 def test_a_run_whose_end_could_not_be_written_is_completed_by_a_resume(
     name, state, noted, home, monkeypatch

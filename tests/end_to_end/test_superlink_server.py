@@ -791,11 +791,7 @@ def test_a_reply_whose_object_names_another_is_refused(link, field):
     """A ServerApp reads the object, not what was announced: it took the reply for another's."""
     asked, other = bounded(link, "one", 2**20), link.send("two")
     about = own_reply(link, asked).metadata
-    forged = {
-        "src_node_id": SUPERLINK_NODE_ID,
-        "reply_to_message_id": ids(other)[0],
-        "run_id": 7,
-    }
+    forged = {"src_node_id": SUPERLINK_NODE_ID, "reply_to_message_id": ids(other)[0], "run_id": 7}
     inner = own_reply(link, asked)
     inner.metadata.__dict__.update({f"_{k}": v for k, v in forged.items() if k == field})
     item = inner if field != "is_message" else ConfigRecord({"no": "message"})

@@ -386,12 +386,7 @@ laughs = "a0: &a0 [x]\n" + "".join(
     ("old", "new", "line", "words"),
     [
         ("title: x", laughs + "title: *a10", 1, "its aliases stand for more than 1,000,000 values"),
-        (
-            "title: x",
-            "title: x\n" + laughs + "notes: *a10",
-            1,
-            "stand for more than 1,000,000",
-        ),
+        ("title: x", "title: x\n" + laughs + "notes: *a10", 1, "stand for more than 1,000,000"),
         ("title: x", "title: &a [*a]", 1, "not YAML: found unconstructable recursive node"),
         ("title: x", "titel: x", 1, "did you mean title?"),
         ("seeds: 2", "seeds: 0", 2, "from 1 to 10,000"),

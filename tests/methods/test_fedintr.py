@@ -5,14 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from client_fixtures import (
-    assert_same_bits,
-    batch_of,
-    differ,
-    initial,
-    make_config,
-    train,
-)
+from client_fixtures import assert_same_bits, batch_of, differ, initial, make_config, train
 from method_fixtures import MOVING
 from printed_formulas import cosine
 from torch import nn

@@ -266,11 +266,7 @@ def test_c_stays_the_mean_of_all_c_i_whoever_takes_part(form):
 
 @pytest.mark.parametrize(
     ("weighting", "p"),
-    [
-        ("auto", [0.1, 0.2, 0.7]),
-        ("examples", [0.1, 0.2, 0.7]),
-        ("uniform", [1 / 3, 1 / 3, 1 / 3]),
-    ],
+    [("auto", [0.1, 0.2, 0.7]), ("examples", [0.1, 0.2, 0.7]), ("uniform", [1 / 3, 1 / 3, 1 / 3])],
 )
 def test_c_stays_the_weighted_sum_of_all_c_i_whoever_takes_part(weighting, p):
     federation = Federation(
