@@ -447,16 +447,16 @@ class FlowerRun:
     def reason(self) -> str:
         """Why it failed, in one line.
 
-        Keel's error if there is one, else the first exception, which the later ones wrap, else
-        that its process was stopped or killed, else flwr's last line.
+        Keel's error if there is one, else that its process was stopped or killed, else the first
+        exception, which the later ones wrap, else flwr's last line.
         """
         lines = self.log_path.read_text().splitlines() if self.log_path.exists() else []
         last = last_line(self.log_path)
         errors = [line for line in lines if " error: " in line or line.startswith("Error:")]
         raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
-        is_explained = errors or raised or STOPPED.fullmatch(last)
-        details = "" if is_explained else self.status("status-details")
-        if "heartbeat" in details or "unknown error" in details:  # the latter: after a SIGTERM
+        details = "" if errors or STOPPED.fullmatch(last) else self.status("status-details")
+        was_terminated = "unknown error" in details and not raised
+        if was_terminated or "heartbeat" in details:  # a lost worker may have raised before
             return (
                 "the run's process was ended, or lost its SuperLink or, in a simulation, its Ray "
                 "cluster; `keel status` on its machine may have the reason"
