@@ -526,5 +526,5 @@ def write_csv(run: SavedRun, path: Path) -> int:
         raise ValueError(f"{run.name} has no finished round: nothing to export")
     columns = list(dict.fromkeys(name for row in rows for name in row))
     cells = ([row.get(name) for name in columns] for row in rows)
-    write_output(path, csv_text(itertools.chain([columns], cells)).encode())
+    write_output(path, csv_text(itertools.chain([columns], cells)).encode(errors="replace"))
     return len(rows)

@@ -683,10 +683,15 @@ def test_a_run_without_a_round_has_no_seconds_per_round(tmp_path, printed):
 
 def test_a_name_in_the_table_of_compare_is_no_formula(two, tmp_path):
     (two / "one").rename(two / "=HYPERLINK(1)")
+    config = two / "other" / "config.json"
+    saved = json.loads(config.read_text())
+    config.write_text(json.dumps(saved | {"config": saved["config"] | {"=A1": "+A1"}}))
     table = tmp_path / "t.csv"
     assert main(["compare", "=HYPERLINK(1)", "other", "--csv", str(table)]) == 0
     with table.open() as file:
-        assert [row["run"] for row in csv.DictReader(file)] == ["'=HYPERLINK(1)", "other"]
+        rows = list(csv.DictReader(file))
+    assert [row["run"] for row in rows] == ["'=HYPERLINK(1)", "other"]
+    assert rows[1]["'=A1"] == "'+A1"
 
 
 def test_table_and_plot_of_compare_leave_out_options_of_other_methods(tmp_path):
@@ -866,6 +871,16 @@ def test_the_csv_has_an_evaluation_s_bytes_and_no_loss_that_is_not_finite(tmp_pa
         first, second = csv.DictReader(file)
     assert (first["evaluation_bytes_down"], second["evaluation_bytes_down"]) == ("", "7")
     assert second["loss/global.loss"] == ""
+
+
+def test_the_csv_of_a_run_from_elsewhere_has_no_formula(tmp_path):
+    run, path = make_run(tmp_path / "a", {"method": "fedavg"}, 1), tmp_path / "run.csv"
+    losses = {"losses": {"supervised": "=HYPERLINK(1)", "penalty": -0.5}}
+    append_history(run / "history.jsonl", line_of(2, random.Random(0)) | losses)
+    assert main(["export", str(run), "--to", "csv", "-o", str(path)]) == 0
+    with path.open() as file:
+        _, row = csv.DictReader(file)
+    assert (row["loss/supervised"], row["loss/penalty"]) == ("'=HYPERLINK(1)", "-0.5")
 
 
 def expected_logits(directory, pixels):
