@@ -486,7 +486,10 @@ class RunConfig:
 
 def keel_home() -> Path:
     """$KEEL_HOME, or ~/.keel: where runs, data and caches go unless the config says otherwise."""
-    return full_path(Path(os.environ.get("KEEL_HOME") or Path.home() / ".keel"))
+    try:
+        return full_path(Path(os.environ.get("KEEL_HOME") or Path.home() / ".keel"))
+    except RuntimeError as error:  # no HOME, and a user id without an entry in /etc/passwd
+        raise ValueError(f"{error} Set KEEL_HOME to a directory that you can write to") from error
 
 
 def project_file() -> Path:

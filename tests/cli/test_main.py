@@ -273,3 +273,15 @@ def test_a_notebook_s_backend_that_is_not_installed_here_does_not_matter(tmp_pat
     command = [sys.executable, "-m", "keel", *words]
     done = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_user_without_a_home_is_told_to_set_keel_home(monkeypatch, refusal):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("KEEL_HOME", raising=False)
+    monkeypatch.setattr("pathlib.Path.home", no_home)
+    assert refusal("list") == (
+        "error: Could not determine home directory. Set KEEL_HOME to a directory that you can "
+        "write to\n"
+    )
