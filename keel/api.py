@@ -177,12 +177,12 @@ def run(
     return Run(saved.directory)
 
 
-def load_run(run: str | Path = "") -> Run:
-    """The run of this path, name, or beginning of a name; "" is the one that changed last.
+def load_run(run: str | Path | Run = "") -> Run:
+    """The run of this path, name, or beginning of a name, or a Run, read again.
 
-    ValueError, one line, if there is no such run.
+    "" is the one that changed last. ValueError, one line, if there is no such run.
     """
-    return Run(find_run(run).directory)
+    return Run(find_run(run.directory if isinstance(run, Run) else run).directory)
 
 
 def load_model(run: "str | Path | Run", client: str = "") -> "TrainedModel":

@@ -35,7 +35,7 @@ def test_run_takes_a_dict_keywords_and_dotted_keys(home, capsys):
     assert run.state == run.summary["status"] == "finished"
     assert "round 2/2" in capsys.readouterr().out
     found = keel.load_run(run.directory.name[:15])
-    assert found.directory == run.directory
+    assert found.directory == keel.load_run(run).directory == run.directory
     assert repr(found).startswith(f"<keel.Run {run.directory.name}: finished after round 2>")
     for resumed in (str(run.directory), run.directory, run):
         with pytest.raises(ValueError, match="finished with keep-state = false"):
