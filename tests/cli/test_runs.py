@@ -543,7 +543,7 @@ def left_over(name: str, sockets: Path | str = "") -> Iterator[subprocess.Popen[
 
     sockets: the folder of Ray's.
     """
-    folder, mark = engine_folder(name), f"left-over-{name}"
+    folder, mark = engine_folder(name), f"left-over-{name}-{os.getpid()}"
     folder.mkdir(parents=True)
     (folder / "mark").write_text(f"{mark}\n{sockets}" if sockets else mark)
     with subprocess.Popen(["sleep", "100"], env=os.environ | {MARK: mark}) as process:
