@@ -103,10 +103,16 @@ def run_in_process(job: Job, terminal: Terminal) -> None:
 def torch_defaults() -> Iterator[None]:
     """A context with torch's defaults (CPU, float32, gradients), whatever the caller has set.
 
-    The caller's settings are restored.
+    The caller's settings are restored. ValueError within torch.autocast, which keeps copies of
+    weights between steps.
     """
     import torch
 
+    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        raise ValueError(
+            "a run cannot start within torch.autocast: start it outside; precision=bf16 trains in "
+            "bfloat16"
+        )
     dtype, num_threads = torch.get_default_dtype(), torch.get_num_threads()
     onednn = torch.backends.mkldnn  # in bfloat16 after torch.set_float32_matmul_precision("medium")
     places: list[Any] = [onednn.matmul, onednn.conv, onednn.rnn]  # type: ignore[attr-defined]  # defined at import

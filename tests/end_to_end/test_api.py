@@ -152,6 +152,16 @@ def test_products_on_a_cpu_are_in_float32_whatever_a_notebook_has_set():
         torch.set_float32_matmul_precision(before)
 
 
+def test_a_run_within_autocast_is_refused(home):
+    """It had other bits."""
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(ValueError, match=r"within torch.autocast: start it outside; precision=bf16"),
+    ):
+        keel.run(SMALL, clients=2, quiet=True)
+    assert not list(home.glob("runs/*"))
+
+
 def test_a_default_device_of_a_notebook_does_not_matter(home):
     """With any but the CPU a run failed: random numbers are drawn on the CPU."""
     images = np.full((2, 40, 40, 3), 7, np.uint8)
