@@ -60,6 +60,22 @@ def check_certificate(path: Path, now: datetime.datetime) -> Iterator[Finding]:
 
 
 @check
+def check_server_key(certificate: Path, key: Path) -> Iterator[Finding]:
+    """The key is the certificate's: with another or a damaged one, the SuperLink does not start."""
+    if not all(os.access(path, os.R_OK) for path in (certificate, key)):
+        return  # reported by check_private_files
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            certificate, key, ""
+        )  # without asking for a password
+    except ssl.SSLError:
+        yield problem(
+            f"{key} is damaged, or not the key of {certificate.name}: copy both again from where "
+            "`keel deploy credentials` made them, or move both away there and run it again"
+        )
+
+
+@check
 def check_clock() -> Iterator[Finding]:
     """The system's clock is synchronised, if the system knows."""
     if not shutil.which("timedatectl"):
@@ -197,6 +213,7 @@ def check_server(credentials: Path, fleet: str, superlink: str) -> Iterator[Find
     yield from check_private_files(credentials, names)
     yield from check_certificate(credentials / "ca.pem", now)
     yield from check_certificate(credentials / "server.pem", now)
+    yield from check_server_key(credentials / "server.pem", credentials / "server.key")
     yield from check_clock()
     yield from check_port(fleet, credentials / "ca.pem")
     if superlink:

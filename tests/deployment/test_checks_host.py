@@ -22,6 +22,7 @@ from keel.deployment.checks_host import (
     check_port,
     check_private_files,
     check_registered,
+    check_server_key,
 )
 from keel.deployment.credentials import make_credentials
 from protocol.flower_compat.registration import Registration
@@ -53,6 +54,18 @@ def test_dates_of_a_certificate(made, days, is_problem, words):
     found, text = result(check_certificate(made / "server/server.pem", now))
     assert found == is_problem
     assert words in text
+
+
+def test_a_server_key_that_is_damaged_or_of_another_certificate(made, tmp_path):
+    """The doctor only asked whether the SuperLink was running."""
+    certificate, key = made / "server" / "server.pem", made / "server" / "server.key"
+    assert list(check_server_key(certificate, key)) == []
+    assert list(check_server_key(certificate, tmp_path / "none")) == []
+    for content in (b"", key.read_bytes()[:100], (made / "ca" / "ca.key").read_bytes()):
+        (tmp_path / "server.key").write_bytes(content)
+        is_problem, text = result(check_server_key(certificate, tmp_path / "server.key"))
+        assert is_problem
+        assert "server.key is damaged, or not the key of server.pem: copy both again" in text
 
 
 def test_a_supernode_whose_key_has_no_name_is_to_be_named_or_removed(made, monkeypatch):
