@@ -85,9 +85,17 @@ class Subject:
 
     def keys(self, **keys: OptionValue) -> Keys:
         """Overrides of a small run; underscores in the names stand for hyphens."""
-        fixed: Keys = {"method": self.name, "source": f"npz:{self.images}", "model": self.model}
-        fixed |= {"partition": "iid", "min-samples": 1, "local-test-fraction": 0.2}
-        fixed |= {"batch-size": 8, "lr": 0.05, "device": "cpu"}
+        fixed: Keys = {
+            "method": self.name,
+            "source": f"npz:{self.images}",
+            "model": self.model,
+            "partition": "iid",
+            "min-samples": 1,
+            "local-test-fraction": 0.2,
+            "batch-size": 8,
+            "lr": 0.05,
+            "device": "cpu",
+        }
         return fixed | {name.replace("_", "-"): value for name, value in keys.items()}
 
     def config(self, **keys: OptionValue) -> RunConfig:

@@ -30,9 +30,17 @@ Line = dict[str, Any]
 
 RENAMED_FIELDS = {"refused": "rejected", "resting": "backed_off"}  # names before 0.2
 KINDS: dict[str, type] = {
-    **dict.fromkeys(("round", "rejected", "bytes_down", "bytes_up"), int),
-    **dict.fromkeys(("old_state", "left_out", "losses", "seconds"), dict),
-    **dict.fromkeys(("participants", "reset_needed", "backed_off"), list),
+    "old_state": dict,
+    "round": int,
+    "participants": list,
+    "left_out": dict,
+    "losses": dict,
+    "rejected": int,
+    "reset_needed": list,
+    "backed_off": list,
+    "seconds": dict,
+    "bytes_down": int,
+    "bytes_up": int,
 }
 COLLECTION = threading.Lock()  # held while garbage collection is off
 NUMBERS = (int, float)  # faster than their union, for 100,000 lines

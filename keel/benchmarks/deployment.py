@@ -14,8 +14,13 @@ from keel.deployment.loopback import Loopback, partitions, running
 from protocol.options import OptionValue
 from server_app.history import read_history
 
-CONFIG: dict[str, OptionValue] = {"source": "digits", "model": "cnn-fedreco", "alpha": 5.0}
-CONFIG |= {"evaluate-global": False, "device": "cpu"}
+CONFIG: dict[str, OptionValue] = {
+    "source": "digits",
+    "model": "cnn-fedreco",
+    "alpha": 5.0,
+    "evaluate-global": False,
+    "device": "cpu",
+}
 run_limit_s = 1800.0
 
 
@@ -32,7 +37,7 @@ class StockLoopback(Loopback):
         self.start(f"executor-{name}", name, ["flower-superexec", *executor[3:]], env)
 
 
-def deployment(options: BenchOptions) -> Iterator[Row]:
+def round_cost(options: BenchOptions) -> Iterator[Row]:
     """One row for each set of processes, with two clients."""
     for name, kind in (("Keel", Loopback), ("Flower's own", StockLoopback)):
         with (

@@ -28,8 +28,13 @@ from server_app.observers import RunObserver
 
 ticks = os.sysconf("SC_CLK_TCK")
 run_limit_s = 900.0
-W1: Keys = {"model": "cnn-fedintr", "image-size": 28, "channels": 1, "alpha": 0.5}
-W1 |= {"method": "fedavg"}
+W1: Keys = {
+    "model": "cnn-fedintr",
+    "image-size": 28,
+    "channels": 1,
+    "alpha": 0.5,
+    "method": "fedavg",
+}
 W2: Keys = {**W1, "method": "moon", "moon.mu": 1.0, "moon.tau": 0.5}
 WORKLOADS = {"W1": W1, "W2 (MOON)": W2}
 
@@ -125,7 +130,8 @@ def keel_rounds(
                 peaks_mb.append(0.0)
             if server_pid:
                 peaks_mb[-1] = max(peaks_mb[-1], own_mb(server_pid))
-            if flwr.poll() not in (None, 0) or time.perf_counter() - started > run_limit_s:
+            has_failed = flwr.poll() not in (None, 0)
+            if has_failed or time.perf_counter() - started > run_limit_s:
                 raise RuntimeError(f"the run did not finish:\n{log.read_text()[-2000:]}")
             time.sleep(0.01)
         flwr.wait(timeout=60)
@@ -194,7 +200,7 @@ def median_wall(costs: list[RoundCost]) -> float:
     return statistics.median(c.wall_s for c in costs)
 
 
-def engine(options: BenchOptions) -> Iterator[Row]:
+def against_bare(options: BenchOptions) -> Iterator[Row]:
     """W1 and W2: medians over all rounds and repetitions; Keel and two processes take turns.
 
     One bare process runs W1 once, for comparison. Memory is what a worker needs beyond one with a
@@ -245,9 +251,13 @@ def scale(options: BenchOptions) -> Iterator[Row]:
     counts = (10, 20) if options.is_quick else (100, 10_000, 100_000)
     start_s, costs = {}, {}
     for count in counts:
-        keys: Keys = {"source": random_source(options.home, 3 * count), "model": "cnn-fedreco"}
-        keys |= {"partition": "iid", "fraction-train": 10 / count}
-        keys |= {"num-rounds": 2 if options.is_quick else 21}
+        keys: Keys = {
+            "source": random_source(options.home, 3 * count),
+            "model": "cnn-fedreco",
+            "partition": "iid",
+            "fraction-train": 10 / count,
+            "num-rounds": 2 if options.is_quick else 21,
+        }
         start_s[count], costs[count] = keel_rounds(options.home, keys, count, 2)
     base, largest = counts[0], counts[-1]
     for count, each in costs.items():
@@ -309,9 +319,15 @@ def untrained_keys(method: str, model: str, num_clients: int, home: Path) -> Key
 
     home: where the random images are stored.
     """
-    keys: Keys = {"method": method, "model": model, "partition": "iid", "device": "cpu"}
-    keys |= {"source": random_source(home, 20 * num_clients)}
-    keys |= {"local-epochs": 0, "evaluate-every": 1000}
+    keys: Keys = {
+        "source": random_source(home, 20 * num_clients),
+        "partition": "iid",
+        "method": method,
+        "model": model,
+        "local-epochs": 0,
+        "evaluate-every": 1000,
+        "device": "cpu",
+    }
     if method == "fedreco":
         keys |= {"fedreco.k-u": "0 steps", "fedreco.k-v": "0 steps"}
         keys |= {"local-test-fraction": 0.2, "evaluate-clients": "cohort"}
@@ -352,10 +368,17 @@ def personal(options: BenchOptions) -> Iterator[Row]:
     is evaluated; clients that have trained keep their score.
     """
     num_clients = 100 if options.is_quick else 2000
-    keys: Keys = {"method": "fedreco", "model": "cnn-fedreco", "partition": "iid", "device": "cpu"}
-    keys |= {"source": random_source(options.home, 20 * num_clients)}
-    keys |= {"fraction-train": 10 / num_clients, "local-test-fraction": 0.2, "evaluate-every": 2}
-    keys |= {"num-rounds": NUM_NOTED_ROUNDS + (3 if options.is_quick else 7)}
+    keys: Keys = {
+        "source": random_source(options.home, 20 * num_clients),
+        "partition": "iid",
+        "method": "fedreco",
+        "model": "cnn-fedreco",
+        "fraction-train": 10 / num_clients,
+        "local-test-fraction": 0.2,
+        "evaluate-every": 2,
+        "num-rounds": NUM_NOTED_ROUNDS + (3 if options.is_quick else 7),
+        "device": "cpu",
+    }
     clock = RoundClock()
     num = len(history_of(keys, num_clients, clock)[1]["personal"]["clients"])
     rounds = dict(enumerate(clock.rounds_s(), start=NUM_NOTED_ROUNDS + 1))
@@ -376,10 +399,18 @@ def million(options: BenchOptions) -> Iterator[Row]:
     Processor seconds, and this process's memory before the run and at its end.
     """
     num_clients, rounds = (1000, 5) if options.is_quick else (1_000_000, 20)
-    keys: Keys = {"method": "fedreco", "model": "cnn-fedreco", "num-rounds": rounds}
-    keys |= {"source": random_source(options.home, 2 * num_clients, (28, 28)), "device": "cpu"}
-    keys |= {"partition": "shards", "shards-per-client": 1, "local-test-fraction": 0.5}
-    keys |= {"fraction-train": 100 / num_clients, "evaluate-clients": "cohort"}
+    keys: Keys = {
+        "source": random_source(options.home, 2 * num_clients, (28, 28)),
+        "partition": "shards",
+        "shards-per-client": 1,
+        "method": "fedreco",
+        "model": "cnn-fedreco",
+        "local-test-fraction": 0.5,
+        "fraction-train": 100 / num_clients,
+        "evaluate-clients": "cohort",
+        "num-rounds": rounds,
+        "device": "cpu",
+    }
     started, before_mb, clock = time.process_time(), own_mb(), RoundClock()
     lines = history_of(keys, num_clients, clock)
     yield {
@@ -397,8 +428,15 @@ def memory(options: BenchOptions) -> Iterator[Row]:
     For the inline engine's process, and for the server under `flwr run` with two workers.
     """
     num_clients = 3 if options.is_quick else 20
-    model = "resnet20" if options.is_quick else "resnet50"
-    keys = untrained_keys("fedavg", model, num_clients, options.home) | {"num-rounds": 3}
+    keys: Keys = {
+        "source": random_source(options.home, 20 * num_clients),
+        "partition": "iid",
+        "model": "resnet20" if options.is_quick else "resnet50",
+        "local-epochs": 0,
+        "num-rounds": 3,
+        "evaluate-every": 1000,
+        "device": "cpu",
+    }
     seen, is_over = [own_mb()], threading.Event()
 
     def watch() -> None:
@@ -413,7 +451,7 @@ def memory(options: BenchOptions) -> Iterator[Row]:
         is_over.set()
         watcher.join()
     yield {
-        "what": f"{num_clients} {model} clients: peak MB / MB of a round's updates",
+        "what": f"{num_clients} {keys['model']} clients: peak MB / MB of a round's updates",
         "ratio": round(max(seen) / update_mb, 2),
         "peak_and_updates_mb": [round(max(seen)), round(update_mb)],
     }

@@ -174,7 +174,8 @@ def with_fluke(data: bare.Data, source: str, device: str, rounds: int, clock: Cl
         "optimizer": {"name": "SGD", "lr": 0.01, "momentum": 0.9, "weight_decay": 1e-5},
         "scheduler": {"name": "StepLR", "step_size": 1, "gamma": 1},
     }
-    keys = DDict(client=DDict(client), server=DDict({"weighted": True}), model=bare.PlainCNN())
+    server = {"weighted": True}
+    keys = DDict(client=DDict(client), server=DDict(server), model=bare.PlainCNN())
     algorithm = FedAVG(bare.num_clients, Parts(), keys)
     algorithm.set_callbacks(Rounds())
     clock.start()
@@ -233,7 +234,8 @@ def client_app(source: str, device: str, is_tutorial: bool = False) -> ClientApp
         else:
             w = bare.train(data, client, received, None, is_moon=False)
         count = MetricRecord({"num-examples": len(data.parts[client])})
-        return Message(RecordDict({"arrays": ArrayRecord(w), "metrics": count}), reply_to=message)
+        content = RecordDict({"arrays": ArrayRecord(w), "metrics": count})
+        return Message(content, reply_to=message)
 
     return app
 
@@ -327,8 +329,13 @@ def rounds(options: BenchOptions) -> Iterator[Measurement]:
     On a GPU with eager steps, then with recorded ones.
     """
     count = 2 if options.is_quick else options.rounds
-    common: Keys = {"source": workload_source(options), "device": options.device}
-    common |= {"threads": 1, "num-rounds": count}
+    common: Keys = {
+        "source": workload_source(options),
+        "device": options.device,
+        "threads": 1,
+        "num-rounds": count,
+    }
+
     ways: dict[str, Keys] = {"inline engine": {}}
     if options.device == "cuda":
         ways["inline engine, recorded steps"] = {"cuda-graphs": True}
@@ -336,7 +343,8 @@ def rounds(options: BenchOptions) -> Iterator[Measurement]:
     @lru_cache(maxsize=1)
     def inline(name: str, way: str) -> list[RoundCost]:
         clock = RoundClock()
-        lines = history_of({**WORKLOADS[name], **common, **ways[way]}, bare.num_clients, clock)
+        keys = {**WORKLOADS[name], **common, **ways[way]}
+        lines = history_of(keys, bare.num_clients, clock)
         costs = []
         for line, (before, after) in zip(lines[1:], itertools.pairwise(clock.at), strict=True):
             sent = {"mb_down": line["bytes_down"] / 1e6, "mb_up": line["bytes_up"] / 1e6}
@@ -360,7 +368,8 @@ def rounds(options: BenchOptions) -> Iterator[Measurement]:
     for way in ways:
         for name, workload in WORKLOADS.items():
             loop = partial(bare_rounds, options, str(workload["method"]), 1, count, options.device)
-            yield f"{name}: {way} / bare, 1 process, s a round", partial(measure, name, way, loop)
+            what = f"{name}: {way} / bare, 1 process, s a round"
+            yield what, partial(measure, name, way, loop)
         for name in others:
             other = partial(rounds_with, name, options, count)
             yield f"W1: {way} / {name}, s a round", partial(measure, "W1", way, other)

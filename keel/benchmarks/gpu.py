@@ -73,8 +73,13 @@ def training(options: BenchOptions) -> Iterator[Measurement]:
         }
 
     for model, batch, method in (("resnet18", 128, "fedrcl"), ("cnn-fedintr", 512, "fedintr")):
-        common: Keys = {"source": random_source(options.home, num), "device": device}
-        common |= {"model": model, "batch-size": batch, "local-epochs": epochs}
+        common: Keys = {
+            "source": random_source(options.home, num),
+            "model": model,
+            "device": device,
+            "batch-size": batch,
+            "local-epochs": epochs,
+        }
         for name in ("fedavg", method):
             for way, keys in WAYS.items():
                 if not (quick and "compile" in keys):
@@ -157,9 +162,14 @@ def stacking(options: BenchOptions) -> Iterator[Measurement]:
     for model, name, batch, num_clients in STACKED:
         if quick:
             batch, num_clients = 2, 2
-        keys: Keys = {"source": random_source(options.home, num_clients * batch * num_batches)}
-        keys |= {"model": model, "method": name, "device": options.device}
-        keys |= {"batch-size": batch, "local-epochs": 1 if quick else 5}
+        keys: Keys = {
+            "source": random_source(options.home, num_clients * batch * num_batches),
+            "model": model,
+            "method": name,
+            "batch-size": batch,
+            "local-epochs": 1 if quick else 5,
+            "device": options.device,
+        }
         for way, more in (("eager", {}), ("recorded", recorded), ("stacked", {})):
             what = f"{num_clients} clients, {model}, batch {batch}: {name}, {way}"
             yield what, partial(measure, keys | more, num_clients, way == "stacked")
@@ -167,10 +177,14 @@ def stacking(options: BenchOptions) -> Iterator[Measurement]:
 
 def time_to_target(options: BenchOptions) -> Row:
     """FedReCo on CIFAR-10, 50 clients of 2 classes: seconds until 85 % personal accuracy."""
-    keys: Keys = {"preset": "fedreco-table1-cifar10", "source": f"folder:{options.cifar10}"}
-    keys |= {"classes-per-client": 2, "device": options.device}
-    num_rounds, every = (2, 1) if options.is_quick else (300, 5)
-    keys |= {"num-rounds": num_rounds, "evaluate-every": every}
+    keys: Keys = {
+        "preset": "fedreco-table1-cifar10",
+        "source": f"folder:{options.cifar10}",
+        "classes-per-client": 2,
+        "num-rounds": 2 if options.is_quick else 300,
+        "evaluate-every": 1 if options.is_quick else 5,
+        "device": options.device,
+    }
     spent_s, best = 0.0, 0.0
     reached: tuple[int, float] | None = None
     for line in history_of(keys, 50):

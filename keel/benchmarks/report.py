@@ -44,7 +44,8 @@ def random_source(folder: Path, num: int, shape: tuple[int, ...] = (32, 32, 3)) 
     size = "" if shape == (32, 32, 3) else f"-{shape[0]}x{shape[1]}"
     path = folder / f"random-{num}{size}.npz"
     if not path.exists():
-        images = np.random.default_rng(0).integers(0, 256, (num, *shape), dtype=np.uint8)
+        rng = np.random.default_rng(0)
+        images = rng.integers(0, 256, (num, *shape), dtype=np.uint8)
         labels = np.arange(num) % 10
         np.savez(path, x_train=images, y_train=labels, x_test=images[:50], y_test=labels[:50])
     return f"npz:{path}"

@@ -37,13 +37,25 @@ def stacked(options: BenchOptions) -> Iterator[Row]:
     repetitions = 1 if options.is_quick else 3
     for model, batch in (("cnn-fedreco", 10), ("cnn-fedintr", 64)):
         num_batches = 1 if options.is_quick else 8
-        keys: Keys = {"source": random_source(options.home, 10 * batch * num_batches)}
-        keys |= {"model": model, "batch-size": batch, "local-epochs": 1, "device": "cpu"}
+        keys: Keys = {
+            "source": random_source(options.home, 10 * batch * num_batches),
+            "model": model,
+            "batch-size": batch,
+            "local-epochs": 1,
+            "device": "cpu",
+        }
         forms = {name: clients_together(keys, 10, each) for name, each in FORMS.items()}
         what = f"{10 * num_batches} steps of 10 clients, {model}, batch {batch}"
         yield from ratios(what, forms, repetitions)
-    keys = {"source": "digits", "partition": "iid", "model": "cnn-fedreco", "batch-size": 10}
-    keys |= {"num-rounds": 1 if options.is_quick else 4, "device": "cpu", "threads": 1}
+    keys = {
+        "source": "digits",
+        "partition": "iid",
+        "model": "cnn-fedreco",
+        "batch-size": 10,
+        "num-rounds": 1 if options.is_quick else 4,
+        "device": "cpu",
+        "threads": 1,
+    }
     forms = {name: runs_together(keys, 3, each) for name, each in FORMS.items()}
     what = "3 runs of cnn-fedreco on digits, batch 10"
     yield from ratios(what, forms, 1 if options.is_quick else 2)

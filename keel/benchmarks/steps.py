@@ -88,7 +88,8 @@ def plain_fedintr(keys: Keys) -> Run:
             return logits, [net.projection_heads[n](z.flatten(1)) for n, z in named]
 
         for epoch in range(config.train.local_epochs):
-            order = torch.randperm(len(x_all), generator=torch.Generator().manual_seed(epoch))
+            generator = torch.Generator().manual_seed(epoch)
+            order = torch.randperm(len(x_all), generator=generator)
             for index in torch.split(order, config.train.batch_size):
                 x, y = x_all[index], ctx.train_samples.labels[index]
                 logits, z = z_of(local, x)
@@ -110,9 +111,10 @@ def w1_epoch(options: BenchOptions) -> dict[str, Run]:
     num = min(6400, len(data.y))
     data.parts = [torch.arange(num)]
     start = bare.PlainCNN().state_dict()
+    keys: Keys = {**W1, "source": source, "data-fraction": num / len(data.y)}
     return {
         "bare loop": lambda: bare.train(data, 0, start, None, is_moon=False),
-        "fedavg": local_training({**W1, "source": source, "data-fraction": num / len(data.y)}),
+        "fedavg": local_training(keys),
     }
 
 
@@ -152,7 +154,7 @@ def ratios(what: str, runs: dict[str, Run], repetitions: int) -> Iterator[Row]:
 COMPARED = ("fedavg", "fedcka", "moon", "fedprox", "scaffold")
 
 
-def steps(options: BenchOptions) -> Iterator[Row]:
+def overheads(options: BenchOptions) -> Iterator[Row]:
     """Local training by method and model."""
     torch.set_num_threads(1)
     folder, is_quick = options.home, options.is_quick
@@ -168,13 +170,23 @@ def steps(options: BenchOptions) -> Iterator[Row]:
     small = methods_of(folder, "cnn-fedcka", images(1280), COMPARED, **keys)
     yield from ratios(f"cnn-fedcka, batch 128, {epochs} epochs", small, times(4))
     yield from ratios("W1, 100 steps", w1_epoch(options), times(5))
-    fedintr: Keys = {"source": random_source(folder, images(2048)), "method": "fedintr"}
-    fedintr |= {"model": "cnn-fedintr", "batch-size": 512, "local-epochs": epochs}
+    fedintr: Keys = {
+        "source": random_source(folder, images(2048)),
+        "model": "cnn-fedintr",
+        "batch-size": 512,
+        "local-epochs": epochs,
+        "method": "fedintr",
+    }
     forms = {"plain three-forward form": plain_fedintr(fedintr), "fedintr": local_training(fedintr)}
     yield from ratios(f"cnn-fedintr, batch 512, {epochs} epochs", forms, times(2))
     for count, num in ((1, 5120), (epochs, 2048)):
-        keys = {"batch-size": 512, "fedrep.head-epochs": count, "fedrep.extractor-epochs": count}
-        keys |= {"fedreco.k-v": f"{count} epochs", "fedreco.k-u": f"{count} epochs"}
+        keys = {
+            "batch-size": 512,
+            "fedreco.k-v": f"{count} epochs",
+            "fedreco.k-u": f"{count} epochs",
+            "fedrep.head-epochs": count,
+            "fedrep.extractor-epochs": count,
+        }
         personal = methods_of(folder, "cnn-fedintr", images(num), ("fedrep", "fedreco"), **keys)
         what = f"cnn-fedintr, batch 512, {count} + {count} epochs"
         yield from ratios(what, personal, times(4 if count == 1 else 2))
@@ -184,7 +196,7 @@ def steps(options: BenchOptions) -> Iterator[Row]:
         yield from ratios("resnet18, batch 64, 2 epochs", rcl, 2)
 
 
-def resnet50(options: BenchOptions) -> Iterator[Row]:
+def resnet50_overheads(options: BenchOptions) -> Iterator[Row]:
     """The same on FedCKA's largest model (its Table 4); a step takes more than a second."""
     torch.set_num_threads(1)
     num, epochs, repetitions = (2, 1, 1) if options.is_quick else (32, 10, 3)
@@ -194,18 +206,29 @@ def resnet50(options: BenchOptions) -> Iterator[Row]:
     yield from ratios(f"resnet50, batch {num}, {epochs} epochs", large, repetitions)
 
 
-PRECISIONS = {  # network: batch size
-    **{"resnet18": 50, "resnet50": 8, "vgg9": 64, "mobilenet-v2": 32, "shufflenet": 32},
-    **{"squeezenet": 32, "cnn-fedcka": 64, "cnn-fedintr": 64},
-}
+PRECISIONS = (  # network, batch size
+    ("resnet18", 50),
+    ("resnet50", 8),
+    ("vgg9", 64),
+    ("mobilenet-v2", 32),
+    ("shufflenet", 32),
+    ("squeezenet", 32),
+    ("cnn-fedcka", 64),
+    ("cnn-fedintr", 64),
+)
 
 
 def precisions(options: BenchOptions) -> Iterator[Row]:
     """One step of local training by network, fp32 over bf16: where bf16 pays on this CPU."""
     torch.set_num_threads(1)
-    for model, size in PRECISIONS.items():
+    for model, size in PRECISIONS:
         batch = 2 if options.is_quick else size
-        keys: Keys = {"source": random_source(options.home, batch)}
-        keys |= {"model": model, "batch-size": batch, "local-epochs": 1}
+        keys: Keys = {
+            "source": random_source(options.home, batch),
+            "model": model,
+            "batch-size": batch,
+            "local-epochs": 1,
+        }
         runs = {name: local_training({**keys, "precision": name}) for name in ("bf16", "fp32")}
-        yield from ratios(f"{model}, batch {batch}, one step", runs, 1 if options.is_quick else 3)
+        what = f"{model}, batch {batch}, one step"
+        yield from ratios(what, runs, 1 if options.is_quick else 3)

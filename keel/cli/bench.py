@@ -11,11 +11,21 @@ import typer
 from keel.cli.interrupts import uninterrupted
 from protocol.config import keel_home
 
-# part: the module in keel.benchmarks with the function of this name, from BenchOptions to rows
+# part: (module in keel.benchmarks, function from BenchOptions to rows)
 PARTS = {
-    **dict.fromkeys(("steps", "resnet50", "precisions"), "steps"),
-    **dict.fromkeys(("engine", "scale", "untrained", "million", "personal", "memory"), "engine"),
-    **{name: name for name in ("deployment", "stacked", "frameworks", "gpu")},
+    "steps": ("steps", "overheads"),
+    "engine": ("engine", "against_bare"),
+    "scale": ("engine", "scale"),
+    "untrained": ("engine", "untrained"),
+    "million": ("engine", "million"),
+    "personal": ("engine", "personal"),
+    "memory": ("engine", "memory"),
+    "resnet50": ("steps", "resnet50_overheads"),
+    "deployment": ("deployment", "round_cost"),
+    "precisions": ("steps", "precisions"),
+    "stacked": ("stacked", "stacked"),
+    "frameworks": ("frameworks", "frameworks"),
+    "gpu": ("gpu", "gpu"),
 }
 DEFAULT_PARTS = ("steps", "engine", "scale")
 Part = StrEnum("Part", list(PARTS))  # type: ignore[misc]  # from the table
@@ -64,7 +74,8 @@ def bench(
     options = replace(options, done=frozenset(str(row["what"]) for row in rows))
     options.home.mkdir(parents=True, exist_ok=True)
     for part in chosen or DEFAULT_PARTS:
-        for row in getattr(import_module(f"keel.benchmarks.{PARTS[part]}"), part)(options):
+        module, function = PARTS[part]
+        for row in getattr(import_module(f"keel.benchmarks.{module}"), function)(options):
             print(row, flush=True)
             rows.append(row)
             write(rows, to, options)  # so that an interrupted benchmark keeps what it has measured

@@ -461,7 +461,10 @@ def keys(name: NameArgument = None, as_json: JsonOption = False) -> None:
 
 
 CONFIG_GROUPS: list[tuple[type, str]] = [
-    *((options, "") for options in (RoundsConfig, DataConfig, ModelConfig, TrainConfig)),
+    (RoundsConfig, ""),
+    (DataConfig, ""),
+    (ModelConfig, ""),
+    (TrainConfig, ""),
     (PrivacyConfig, "privacy."),
 ]
 

@@ -12,9 +12,17 @@ METHODS: dict[str, dict[str, OptionValue]] = {
     "fedavg": {},
     "fedintr": {"fedintr.projection-width": 32},  # enough for digits; a fifth of the traffic
 }
-SETTING: dict[str, OptionValue] = {"source": "digits", "image-size": 28, "model": "cnn-fedreco"}
-SETTING |= {"partition": "dirichlet", "alpha": 0.3}
-SETTING |= {"num-rounds": 10, "local-epochs": 3, "batch-size": 32, "lr": 0.05}
+SETTING: dict[str, OptionValue] = {
+    "source": "digits",
+    "image-size": 28,
+    "model": "cnn-fedreco",
+    "partition": "dirichlet",
+    "alpha": 0.3,
+    "num-rounds": 10,
+    "local-epochs": 3,
+    "batch-size": 32,
+    "lr": 0.05,
+}
 
 
 def demo() -> int:

@@ -65,9 +65,8 @@ def check_server_key(certificate: Path, key: Path) -> Iterator[Finding]:
     if not all(os.access(path, os.R_OK) for path in (certificate, key)):
         return  # reported by check_private_files
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
-            certificate, key, ""
-        )  # without asking for a password
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key, password="")  # or it would ask for one
     except ssl.SSLError:
         yield problem(
             f"{key} is damaged, or not the key of {certificate.name}: copy both again from where "

@@ -40,6 +40,10 @@ from protocol.files import STATE_FILE, part_of, remove_parts, write_atomically
 default_names = ("localhost", "127.0.0.1", "superlink")  # health check; the name under compose
 reserved_names = ("ca", "server", "local")  # the last: of `make deploy-local`
 client_name = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+key_usages = (  # every argument of x509.KeyUsage
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment"),
+    *("key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+)
 backdated = datetime.timedelta(hours=1)  # for clocks that are behind
 min_validity = datetime.timedelta(days=30)  # of a certificate, before it is warned about
 without_links = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # of a file system such as FAT
@@ -114,8 +118,8 @@ def certificate(
 def make_ca(folder: Path, days: int) -> None:
     """Write ca.key and ca.pem, which sign server certificates and nothing else."""
     key = ec.generate_private_key(ec.SECP384R1())
-    # key_cert_sign and crl_sign are the sixth and seventh of the usages
-    usage = x509.KeyUsage(*5 * [False], *2 * [True], *2 * [False])
+    signs = {"key_cert_sign", "crl_sign"}
+    usage = x509.KeyUsage(**{name: name in signs for name in key_usages})
     signed = (
         certificate("Keel CA", key.public_key(), common_name("Keel CA"), key, days)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)

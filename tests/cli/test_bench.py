@@ -30,7 +30,7 @@ def test_results_that_could_not_be_written_are_refused_at_once(tmp_path, capsys)
 
 @pytest.mark.parametrize("name", ["v0.2", "v0.2.json", "v0.2.md"])
 def test_the_results_of_a_version_do_not_take_the_place_of_anothers(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("keel.benchmarks.steps.steps", lambda options: [{"what": "x"}])
+    monkeypatch.setattr("keel.benchmarks.steps.overheads", lambda options: [{"what": "x"}])
     assert main(["bench", "steps", "--out", str(tmp_path / name)]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"v0.2.json", "v0.2.md"}
 
