@@ -36,10 +36,20 @@ BLOCK = 4096  # bytes that a file system gives a file at a time, or a multiple
 RENAMED_FIELDS = {"folder": "directory", "refused": "rejected"}  # names before 0.2
 # of a manifest: the types of its values, and the keys that every run's has
 MANIFEST_KINDS: dict[str, type] = {
-    **dict.fromkeys(("versions", "rounds", "files", "kept", "audit"), dict),
-    **dict.fromkeys(("code", "keel", "machines", "precision"), list),
-    **dict.fromkeys(("split", "data", "checkpoint"), str),
-    **{"clients": int, "simulated": bool},
+    "versions": dict,
+    "clients": int,
+    "simulated": bool,
+    "split": str,
+    "data": str,
+    "code": list,
+    "keel": list,
+    "machines": list,
+    "precision": list,
+    "rounds": dict,
+    "files": dict,
+    "kept": dict,
+    "checkpoint": str,
+    "audit": dict,
 }
 MANIFEST_KEYS = ("versions", "clients", "simulated", "split")
 # the first of these curves that was measured is the accuracy
