@@ -6,6 +6,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import secrets
 import stat
 import threading
@@ -25,6 +26,7 @@ STATE_FILE = (
 HISTORY_FILE = "history.jsonl"
 DAY_S = 86400.0
 MAX_NAME_BYTES = 180  # of a file's name in the name of its part, which can have 255
+MARK = re.compile("[0-9a-f]{8}")
 
 
 def full_path(path: Path) -> Path:
@@ -167,7 +169,8 @@ def remove_parts(directory: Path) -> None:
     """
     for part in directory.rglob(".*.part"):
         *_, machine, pid, _ = ("", *part.name.split("."))
-        is_own = machine == machine_mark()
+        # Keel 0.1 wrote no mark
+        is_own = machine == machine_mark() or not MARK.fullmatch(machine)
         has_ended = pid == str(os.getpid()) or not Path("/proc", pid).exists()
         with contextlib.suppress(FileNotFoundError):  # it has just been renamed
             is_old = time.time() - part.lstat().st_mtime > DAY_S
