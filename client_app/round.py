@@ -124,7 +124,8 @@ class RoundContext:
         generators = (torch.Generator().manual_seed(self.seed(stream, n)) for n in numbers)
         samples, train = self.train_samples, self.config.train
         size = batch_size_for(len(samples), train)
-        return samples.plan(size, self.config.data, generators, None if unit == "epochs" else count)
+        max_steps = None if unit == "epochs" else count
+        return samples.plan(size, self.config.data, generators, max_steps)
 
     def steps(self, stream: str, count: int, unit: str = "epochs") -> Iterator[Step]:
         """The steps of `plan`."""

@@ -12,12 +12,12 @@ import shlex
 import sys
 from typing import Any
 
-# of a runtime environment: Ray puts this path, which may have a blank, unquoted into a shell's line
+# for a runtime environment: Ray runs this path, which may contain blanks, unquoted in a shell
 OWN_PYTHON = {"py_executable": shlex.quote(sys.executable)}
 
 
 def require_token() -> None:
-    """Let a Ray that this process starts accept only who has its token; call it before Ray is used.
+    """Have a Ray that this process starts require a token. Call this before Ray is imported.
 
     Its ports are open to other users and machines, which could otherwise run code as this user. Ray
     reads the variables when it is imported; set later, they would reach only the servers that it

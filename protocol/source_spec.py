@@ -10,8 +10,15 @@ from pathlib import Path
 from protocol.options import did_you_mean
 
 SOURCE_NAMES = (
-    *("digits", "fashion-mnist", "mnist", "cifar10", "cifar100", "svhn", "tiny-imagenet"),
-    *("folder:PATH", "npz:PATH"),
+    "digits",
+    "fashion-mnist",
+    "mnist",
+    "cifar10",
+    "cifar100",
+    "svhn",
+    "tiny-imagenet",
+    "folder:PATH",
+    "npz:PATH",
 )
 
 

@@ -357,7 +357,8 @@ def run_rounds(
     status = "finished"
 
     def kind_of(server_round: int) -> tuple[bool, bool]:
-        return run.is_evaluated(server_round), server_round % config.rounds.checkpoint_interval == 0
+        has_checkpoint = server_round % config.rounds.checkpoint_interval == 0
+        return run.is_evaluated(server_round), has_checkpoint
 
     def finish_round(beside_training: bool = False) -> None:
         nonlocal arrays, trained

@@ -295,7 +295,8 @@ def implausible(reply: TrainReply, expected: ExpectedReply, half: Half) -> str:
     beside = half.beside_model(reply) if expected.extra else {}
     largest = max(expected.limits.values(), default=MAX_VALUE_RATIO)
     for arrays in (reply.arrays, beside):  # may have names in common
-        if reason := out_of_range(arrays, dict.fromkeys(arrays, largest) | dict(expected.limits)):
+        limits = dict.fromkeys(arrays, largest) | dict(expected.limits)
+        if reason := out_of_range(arrays, limits):
             return reason
     return far_counter(reply.arrays, expected.sent)
 

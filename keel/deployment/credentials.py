@@ -47,7 +47,9 @@ key_usages = (  # every argument of x509.KeyUsage
 backdated = datetime.timedelta(hours=1)  # for clocks that are behind
 min_validity = datetime.timedelta(days=30)  # of a certificate, before it is warned about
 without_links = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # of a file system such as FAT
-new_ca = "make a new CA and copy its ca.pem to all machines (docs/how-to/deployment.md, step 1)"
+new_ca = (
+    "make a new authority and copy its ca.pem to all machines (docs/how-to/deployment.md, step 1)"
+)
 certificate_options = ("--ssl-certfile", "--ssl-ca-certfile", "--root-certificates")  # of Flower
 
 

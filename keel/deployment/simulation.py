@@ -162,7 +162,8 @@ def marked_processes(mark: str) -> list[int]:
         with suppress(OSError):  # it has ended, or belongs to another user
             variables = (folder / "environ").read_bytes().split(b"\0")
             is_ours = any(variable.startswith(entry) for variable in variables)
-            if is_ours and (folder / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            if is_ours and state not in "ZX":
                 found.append(int(folder.name))
     return found
 

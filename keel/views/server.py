@@ -204,11 +204,7 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
     @app.get("/rows")
     def rows(version: str = "") -> Response:
         html, now = run_table()
-        return (
-            Response(status_code=204)
-            if version == now
-            else JSONResponse({"version": now, "html": html})
-        )
+        return unchanged() if version == now else JSONResponse({"version": now, "html": html})
 
     # --- one run ------------------------------------------------------------------------------
 
@@ -227,7 +223,7 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
             log, pictures = run_page.log_tail(entry), run_page.pictures(entry)
             now = digest_of((state, reader.version, log, pictures, entry.summary))
             if now == version:  # before what takes seconds with 100,000 rounds
-                return Response(status_code=204)
+                return unchanged()
             found, total = run_page.events(reader.lines)
             content = {
                 "entry": entry,
@@ -255,7 +251,7 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
             reader = store.history(entry)
             now = digest_of(reader.version)
             if now == version:
-                return Response(status_code=204)
+                return unchanged()
             charts: dict[str, Any] = {}
             with suppress(*DAMAGE):  # if it was replaced meanwhile, the next look reads the new one
                 charts = {} if entry.problem else run_page.client_charts(reader)
@@ -314,7 +310,7 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
             html = {"tables": tables, "note": content["note"]}
             now = digest_of([content["results"], content["config"], view])
             if now == request.query_params.get("version"):
-                return Response(status_code=204)
+                return unchanged()
             charts = {"compare": compare_page.chart(content["groups"], view)}
             return JSONResponse({"version": now, "html": html, "charts": charts})
 
@@ -360,7 +356,7 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
             html = pages.get_template("sites.html.j2").render(sites())
         now = digest_of(html)
         if now == version:
-            return Response(status_code=204)
+            return unchanged()
         return JSONResponse({"version": now, "html": {"sites": html}})
 
     @app.get("/static/{name}")
@@ -435,6 +431,11 @@ def kind_of(state: str) -> str:
 def digest_of(value: Any) -> str:
     """A short digest of anything; equal values have equal ones."""
     return digest(repr(value).encode(errors="replace"))
+
+
+def unchanged() -> Response:
+    """The answer to a look at what has not changed since."""
+    return Response(status_code=204)
 
 
 def download(text: str, name: str, kind: str) -> Response:

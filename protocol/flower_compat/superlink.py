@@ -376,13 +376,15 @@ class OwnKeyInterceptor(NodeAuthServerInterceptor):
         )
 
 
-TCP_TABLE = Path("/proc/net/tcp")  # of Linux: the IPv4 connections with the user of each end here
+TCP_TABLE = Path(
+    "/proc/net/tcp"
+)  # Linux: IPv4 connections, with the user of the end on this machine
 
 
 def user_of(client: tuple[str, int], server: tuple[str, int]) -> int | None:
-    """The id of the user at the client's end of a connection on this machine; None: of none.
+    """The id of the user at the client's end of an open connection; None if there is none.
 
-    None also if that end was closed meanwhile, because the table then says 0.
+    Both ends are on this machine. The table has 0, root's id, for an end that was closed.
     """
     ends = [
         f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"

@@ -445,7 +445,7 @@ def test_a_certificate_that_cannot_be_renewed_says_why(tmp_path):
     assert 0 <= (last - certificate_end(tmp_path / "server/server.pem")).days <= 1
     make_credentials(tmp_path / "old", ["a.org"], [], days=0)
     before = digests(tmp_path)
-    with pytest.raises(ValueError, match=r"ca\.pem expired on 2.*: make a new CA"):
+    with pytest.raises(ValueError, match=r"ca\.pem expired on 2.*: make a new authority"):
         renew(tmp_path / "old")
     result = CliRunner().invoke(app, ["credentials", "--renew", "--client", "x"])
     assert "--renew with --client" in str(result.exception)
