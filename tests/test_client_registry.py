@@ -191,6 +191,21 @@ def test_a_resumed_run_goes_on_without_a_client_and_takes_it_back(
     assert registry.returned([12]) == {12: 12}
 
 
+def test_a_resumed_run_goes_on_as_soon_as_all_are_back(task_identity, monkeypatch):
+    grid = Fleet({21: entry("a"), 22: entry("b")})
+    registry, waits = resumed(grid, monkeypatch, start_timeout=30.0), []
+
+    def come_back(seconds):
+        waits.append(seconds)
+        if len(waits) == 3:
+            grid.nodes[23] = entry("c")
+
+    monkeypatch.setattr(server_app.client_registry, "RETURN_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(server_app.client_registry.time, "sleep", come_back)
+    registry.gather()
+    assert (len(waits), registry.missing) == (3, set())
+
+
 def test_a_name_goes_to_the_node_that_had_it(task_identity, monkeypatch):
     grid = Fleet({11: entry("b"), 21: entry("a"), 22: entry("b"), 23: entry("c")})
     registry = resumed(grid, monkeypatch)

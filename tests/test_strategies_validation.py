@@ -8,11 +8,14 @@ import torch
 from protocol.config import resolve_config
 from protocol.messages import TrainReply
 from strategies.validation import (
+    MAX_COUNTER_CHANGE,
     ExpectedReply,
     NormReference,
     beyond_bound,
     beyond_median,
+    cosine_of,
     count_outliers,
+    far_counter,
     largest_values,
     norm,
     opposed,
@@ -182,3 +185,18 @@ def test_honest_noise_is_within_the_bound_on_values_whatever_delta_is(delta, sen
     sigma = math.sqrt(2 * math.log(1.25 / delta)) / privacy.epsilon * privacy.clip_norm
     sigma *= {"local": 2, "central": 1}[sensitivity]
     assert math.erfc(bound / sigma / math.sqrt(2)) < 2e-15  # for each entry
+
+
+def test_the_cosine_is_in_double_precision():
+    a, b = torch.tensor([1e5, 1.0, -1e5]), torch.tensor([1e5, 1.0, 1e5])
+    assert cosine_of({"w": a}, {"w": b}) == pytest.approx(0.5e-10)
+    assert cosine_of({"w": a}, {"w": torch.zeros(3)}) == 0
+
+
+def test_the_bound_on_integers_is_inclusive_in_both_directions():
+    sent = torch.tensor([5, 5])
+    for change in (MAX_COUNTER_CHANGE, -MAX_COUNTER_CHANGE):
+        assert far_counter({"n": sent + torch.tensor([0, change])}, {"n": sent}) == ""
+    for change in (MAX_COUNTER_CHANGE + 1, -MAX_COUNTER_CHANGE - 1):
+        reason = far_counter({"n": sent + torch.tensor([0, change])}, {"n": sent})
+        assert reason.startswith(f"array 'n' differs by {MAX_COUNTER_CHANGE + 1} from what was")

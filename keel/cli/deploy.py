@@ -89,15 +89,9 @@ def loopback(
     """
     from keel.cli.interrupts import INTERRUPTED_CODE, interruptible
     from keel.cli.overrides import check_simulated, checked_config, parse_overrides
+    from keel.deployment.loopback import deploy_and_run, state_hint
     from keel.deployment.superlink import app_directory
     from protocol.config import keel_home
-
-    try:
-        from keel.deployment.loopback import deploy_and_run, state_hint
-    except ModuleNotFoundError:
-        raise ValueError(
-            "this image does not include `keel deploy loopback`: use a checkout or `pip install`"
-        ) from None
 
     keys = parse_overrides(overrides or [])
     if "resume" not in keys:  # such a run stays where it is

@@ -250,6 +250,13 @@ def test_the_mix_is_no_worse_than_a_general_solvers(m):
         assert a @ q @ a <= without_crumbs(other) @ q @ without_crumbs(other) * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("factor", [1e-12, 1e12])
+def test_the_mix_does_not_depend_on_the_scale_of_the_heads(factor):
+    h, v = random_programme(6, 20, 0, seed=5)
+    for i in range(6):
+        assert head_mix(i, factor * h, factor**2 * v) == pytest.approx(head_mix(i, h, v), abs=1e-9)
+
+
 def test_alike_heads_are_mixed_by_their_precision():
     h, v = np.tile([[1.0, -2, 3]], (4, 1)), np.array([1.0, 2, 4, 0.5])
     for i in range(4):
