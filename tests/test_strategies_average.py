@@ -32,6 +32,7 @@ from protocol.exact_sum import ExactSum
 from protocol.flower_compat import assign_source_node
 from protocol.messages import (
     PACKED,
+    REJECTED,
     RosterEntry,
     TrainReply,
     TrainRequest,
@@ -408,6 +409,19 @@ def test_no_client_fills_the_log():
     (reason,) = strategy.report.left_out.values()
     assert len(reason) == 300
     assert "\n" not in reason
+
+
+@pytest.mark.parametrize(("code", "num_rejected"), [(1, 0), (REJECTED, 1)])
+def test_an_update_that_a_worker_rejects_counts_as_rejected_and_an_error_as_failed(
+    code, num_rejected
+):
+    strategy = average_of()
+    answers = all_answers(strategy, network().state_dict())
+    replies = [answer(message, reply) for message, reply in answers[1:]]
+    replies.append(Message(Error(code, "array 'w' is missing"), reply_to=answers[0][0]))
+    strategy.aggregate_train(1, replies)
+    assert strategy.report.left_out == {"client-0": "array 'w' is missing"}
+    assert strategy.report.rejected == num_rejected
 
 
 WORDS = ArrayRecord({"0.bias": Array(np.array(["nonsense", "words"]))})
