@@ -390,6 +390,8 @@ def follow(
     deadline = time.monotonic() + (float("inf") if is_full else OTHERS_POLL_S)
     while True:
         ended = tasks.wait(POLL_S)
+        if tasks.is_kept_waiting():
+            progress.console.print("waiting for the cluster: other work has its CPUs or GPUs")
         for each in running:
             if new := each.new_rounds():
                 progress.update(each.bar, advance=new, accuracy=each.accuracy)

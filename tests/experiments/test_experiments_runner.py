@@ -291,6 +291,9 @@ class FakeTasks:
     def wait(self, seconds: float) -> list[Run]:
         return list(self.pending)
 
+    def is_kept_waiting(self) -> bool:
+        return False
+
     def result(self, task: Run) -> str | None:
         self.pending.remove(task)
         return self.ending(task)

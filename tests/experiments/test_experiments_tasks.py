@@ -19,6 +19,7 @@ from keel.experiments.plan import runs_needed
 from keel.experiments.recipe import load_recipe
 from keel.experiments.runs import Options
 from keel.experiments.tasks import (
+    FULL_S,
     LOST_S,
     RayTasks,
     Resources,
@@ -193,6 +194,27 @@ def test_a_cluster_that_ends_is_named_once_it_has_been_away_for_a_while(monkeypa
     now[0] += 1
     with pytest.raises(RuntimeError, match=r"^RAY_ADDRESS auto: the Ray cluster has ended: repeat"):
         runner.wait(0)
+
+
+def test_a_cluster_that_executes_nothing_is_named_once(run, monkeypatch):
+    """The bars stood at 0, and nothing said why."""
+    now, folder = [1000.0], run.folder.parent
+    monkeypatch.setattr(tasks.time, "monotonic", lambda: now[0])
+    alone, runner = RayTasks(Resources(), folder), RayTasks(Resources(address="auto"), folder)
+    for each in (alone, runner):
+        each.pending = {object(): run}
+        each._executed = now[0]
+    assert not runner.is_kept_waiting()
+    now[0] += FULL_S
+    with claimed(run) as lock:
+        assert lock
+        assert not runner.is_kept_waiting()  # a worker executes it
+    assert not runner.is_kept_waiting()
+    now[0] += FULL_S
+    assert runner.is_kept_waiting()
+    now[0] += FULL_S
+    assert not runner.is_kept_waiting()
+    assert not alone.is_kept_waiting()
 
 
 def test_an_empty_cluster_address_is_refused(refusal, tmp_path):
