@@ -104,7 +104,11 @@ class LazyGroup(TyperGroup):
         return name, load(name), rest
 
 
-app = typer.Typer(cls=LazyGroup, rich_markup_mode="markdown")
+app = typer.Typer(
+    cls=LazyGroup,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 @app.callback(invoke_without_command=True)

@@ -66,7 +66,8 @@ print([name for name in {HEAVY} if name in sys.modules])
 def test_help_names_every_command(printed):
     shown = printed("--help")
     assert all(name in shown for name in COMMANDS)
-    assert printed() == shown
+    assert printed() == printed("-h") == shown
+    assert printed("run", "-h") == printed("run", "--help")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
