@@ -86,7 +86,10 @@ class FrozenFeatureCache:
                 log.info(
                     "%s: the representations of a frozen model take %.1f MB, and %.1f of cache-mb "
                     "= %d are left: they are computed again in every epoch (logged once a run)",
-                    *(self.client, needed_mb, self.budget_mb - used_mb, self.budget_mb),
+                    self.client,
+                    needed_mb,
+                    self.budget_mb - used_mb,
+                    self.budget_mb,
                 )
             self.is_cached = False
             return False

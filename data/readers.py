@@ -239,7 +239,9 @@ def _class_folders(folder: Path) -> list[str]:
     if loose:
         log.warning(
             "%s: images outside the class folders are not read: %d, such as %s",
-            *(folder, len(loose), printable(min(loose))),
+            folder,
+            len(loose),
+            printable(min(loose)),
         )
     if not names:
         raise ValueError(f"{folder} is empty; expected one folder of images per class")
@@ -271,7 +273,10 @@ def _labelled_images(
             example = printable(os.path.basename(others[0]))
             log.warning(
                 "%s: %d of %d files are not read, such as %s: expected the endings %s",
-                *(folder / class_name, len(others), len(found), example),
+                folder / class_name,
+                len(others),
+                len(found),
+                example,
                 ", ".join(IMAGE_SUFFIXES),
             )
         files += images
@@ -331,7 +336,9 @@ def _read_npz(path: Path) -> RawSource:
         log.warning(
             "%s: y_train has labels up to %d, but not %s: if there are no such classes, number the "
             "classes from 0 without gaps",
-            *(path, num_classes - 1, ", ".join(map(str, absent[:5])) + ", ..." * (len(absent) > 5)),
+            path,
+            num_classes - 1,
+            ", ".join(map(str, absent[:5])) + ", ..." * (len(absent) > 5),
         )
     for split, labels in (("train", train.labels), ("test", test.labels)):
         outside = labels[(labels < 0) | (labels >= num_classes)]

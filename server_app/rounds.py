@@ -249,7 +249,9 @@ def train_round(
             "%s: client %s trained from its state of round %d, which is older than its last "
             "accepted update: the state was restored from an old backup, or newer versions are "
             "damaged; what the client has learnt since is lost",
-            *(what, client, state_round),
+            what,
+            client,
+            state_round,
         )
     note_trained(run, line)
     if run.monitor and is_measured:
@@ -338,7 +340,9 @@ def record_round(run: Run, trained: Trained, beside_training: bool = False) -> L
             log.warning(
                 "round %d: the global model's loss on the test set is %s: the model has diverged "
                 "and its accuracy is meaningless. %s",
-                *(server_round, loss, divergence_advice(rounds)),
+                server_round,
+                loss,
+                divergence_advice(rounds),
             )
         taken_s = time.perf_counter() - started
         if beside_training:
@@ -446,7 +450,9 @@ def evaluate_on_clients(
         log.warning(
             "%s: client %s gave no answer to %d evaluations in a row; it is not evaluated for %d "
             "rounds",
-            *(what, client, run.evaluation_backoff.failures[client]),
+            what,
+            client,
+            run.evaluation_backoff.failures[client],
             run.config.rounds.backoff_rounds,
         )
     report.bytes_down = sent.num_bytes

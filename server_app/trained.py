@@ -137,7 +137,9 @@ def check_rounds(path: Path) -> None:
     if done < num_rounds:
         log.warning(
             "%s has finished %d of %s: its model is not final",
-            *(path, done, num_of("round", num_rounds)),
+            path,
+            done,
+            num_of("round", num_rounds),
         )
 
 

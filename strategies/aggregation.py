@@ -127,7 +127,8 @@ def aggregate(
     if rounds.aggregation_problem(len(replies)):
         log.warning(
             "only %s: %s needs more; this round uses their coordinate-wise median",
-            *(num_of("reply", replies, "replies"), rounds.aggregation),
+            num_of("reply", replies, "replies"),
+            rounds.aggregation,
         )
         rounds = replace(rounds, aggregation="median")
     if rounds.aggregation in ("median", "trimmed-mean"):

@@ -300,7 +300,9 @@ class Average(Strategy):
         rounds = self.config.rounds
         log.info(
             "method %s, server optimizer %s, %s",
-            *(rounds.method, rounds.server_optimizer, num_of("client", self.roster)),
+            rounds.method,
+            rounds.server_optimizer,
+            num_of("client", self.roster),
         )
 
     def sample(self, server_round: int) -> list[int]:
@@ -540,7 +542,9 @@ class Average(Strategy):
         for client in self.backoff.note(server_round, {r.client for r in accepted}, failed):
             log.warning(
                 "round %d: client %s failed %s in a row; it is not sampled for %s",
-                *(server_round, client, num_of("time", self.backoff.failures[client])),
+                server_round,
+                client,
+                num_of("time", self.backoff.failures[client]),
                 num_of("round", rounds.backoff_rounds),
             )
         if len(accepted) < rounds.fewest_replies:

@@ -77,7 +77,8 @@ class NormReference:
                 log.warning(
                     "norm-bound = 'median' is not applied: it needs at least %d replies that "
                     "change something, this round has %d",
-                    *(MIN_REPLIES_FOR_MEDIAN, len(changes)),
+                    MIN_REPLIES_FOR_MEDIAN,
+                    len(changes),
                 )
             self.has_warned = True
             return None

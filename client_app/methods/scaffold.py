@@ -75,7 +75,9 @@ def accepted_control_variate(ctx: RoundContext) -> Arrays:
     log.warning(
         "client %s, round %d: the update of round %d was not aggregated; reverting to the control "
         "variate before it",
-        *(ctx.client, ctx.round, made_in),
+        ctx.client,
+        ctx.round,
+        made_in,
     )
     return ctx.state["control-before"]
 

@@ -189,7 +189,9 @@ class ClusterBackend(RayBackend):
         if late:
             log.info(
                 "%d of %s not started yet: waiting up to %g s more",
-                *(len(late), num_of("worker has", num, "workers have"), late_s),
+                len(late),
+                num_of("worker has", num, "workers have"),
+                late_s,
             )
             _, late = ray.wait(late, num_returns=len(late), timeout=late_s)
         for future in late:
@@ -290,7 +292,8 @@ class ClusterBackend(RayBackend):
             is_last = attempts_left == 1 and is_for_many
             log.warning(
                 "a worker on %s is lost (%s): its %s",
-                *(worker.node.address, reason),
+                worker.node.address,
+                reason,
                 "clients are asked again, one by one" if is_last else "message is sent again",
             )
             if is_last:
