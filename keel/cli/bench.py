@@ -64,7 +64,9 @@ def bench(
     with uninterrupted():
         from keel.benchmarks.report import BenchOptions, Row, earlier_rows, table, write
 
-    chosen = [str(part) for part in parts or []] + ["gpu"] * gpu
+    chosen = [str(part) for part in parts or []]
+    if gpu:
+        chosen.append("gpu")
     to = out or Path("-".join(["bench", *chosen]))
     to = to.with_suffix("") if to.suffix in (".json", ".md") else to
     if not to.absolute().parent.is_dir():

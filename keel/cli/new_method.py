@@ -47,7 +47,8 @@ def new_method(
     """
     files = method_files(name, server_half, paper)
     pyproject = app_folder / "pyproject.toml"
-    config = with_table(pyproject.read_text(), named(TABLE, name) + SERVER_DEFAULT * server_half)
+    defaults = TABLE + SERVER_DEFAULT if server_half else TABLE
+    config = with_table(pyproject.read_text(), named(defaults, name))
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

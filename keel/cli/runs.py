@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
@@ -197,9 +197,8 @@ def table_of(columns: Mapping[str, Sequence[str]]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     for name, cells in columns.items():
         is_text = name in ("run", "method", "data", "state", "differs in")
-        add_column(
-            *(table, name, cells, "left" if is_text else "right"), is_whole=name != "differs in"
-        )
+        justify: Literal["left", "right"] = "left" if is_text else "right"
+        add_column(table, name, cells, justify, is_whole=name != "differs in")
     for row in zip(*columns.values(), strict=True):
         shown = dict(zip(columns, map(escape, map(printable, row)), strict=True))
         if state := shown.get("state"):  # not where the terminal is narrow
@@ -299,7 +298,9 @@ def compare(
     plot: Annotated[
         Path | None,
         typer.Option(
-            *("--output", "-o", "--plot"),
+            "--output",
+            "-o",
+            "--plot",
             help="The plot. Default: a file in $KEEL_HOME/comparisons, named after the runs.",
         ),
     ] = None,

@@ -37,8 +37,12 @@ from protocol.text import num_of
 
 TUNED_SEEDS = 5  # that judge a tuned side, beside the one that tuned it
 JOB_KINDS: dict[str, type] = {
-    **{"text": str, "recipe": str, "scale": str},
-    **{"changes": dict, "seeds": list, "full_grid": bool},
+    "text": str,
+    "recipe": str,
+    "scale": str,
+    "changes": dict,
+    "seeds": list,
+    "full_grid": bool,
 }
 # why the numbers of runs are not compared
 OTHER_CODE = "runs of different code"

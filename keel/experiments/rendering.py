@@ -114,8 +114,11 @@ class Section:
     def scale(self) -> str:
         """The scale (of a sweep, only if it is reduced), and how many keys were changed."""
         changed, scale = len(self.options.changes), self.options.scale
-        words = [f"scale {scale}"] if self.recipe.paper or scale != "paper" else []
-        words += [f"{num_of('key', changed)} changed"] if changed else []
+        words = []
+        if self.recipe.paper or scale != "paper":
+            words.append(f"scale {scale}")
+        if changed:
+            words.append(f"{num_of('key', changed)} changed")
         return ", ".join(words)
 
     @property
@@ -283,9 +286,17 @@ def template_environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         finalize=without_tags,
     )
-    environment.filters |= {"number": shown, "ours": ours, "absence": absence, "missing": missing}
-    environment.filters |= {"data_uri": data_uri, "text_uri": text_uri}
-    environment.filters |= {"effect": shown_effect, "tally": tally, "cell": markdown_cell}
+    environment.filters |= {
+        "number": shown,
+        "ours": ours,
+        "absence": absence,
+        "missing": missing,
+        "data_uri": data_uri,
+        "text_uri": text_uri,
+        "effect": shown_effect,
+        "tally": tally,
+        "cell": markdown_cell,
+    }
     environment.globals["static"] = lambda name: Markup(static_file(name).read_text())
     return environment
 
@@ -326,7 +337,8 @@ def label_of(recipe: Recipe, options: Options) -> str:
     grid = "full grid" if tuned else ""
     if at_best:
         grid = "the paper's best of the tuned values"
-        grid += ", all values where it names none" if len(at_best) < len(tuned) else ""
+    if 0 < len(at_best) < len(tuned):
+        grid += ", all values where it names none"
     label = options.label
     if not recipe.paper and options.scale == "paper":
         label = label.removeprefix("scale paper").removeprefix(", ") or "as in the recipe"
@@ -342,9 +354,9 @@ def ours(result: Result) -> str:
     """Mean, standard deviation over seeds, the tuned value, and what is missing."""
     number = absence(result)
     if result.mean is not None:
-        number = shown(result.mean)
-        number += "" if result.deviation is None else f" ± {result.deviation:.2f}"
-        number += f" ({tuned_value(result)})" if result.candidate else ""
+        deviation = "" if result.deviation is None else f" ± {result.deviation:.2f}"
+        tuned = f" ({tuned_value(result)})" if result.candidate else ""
+        number = f"{shown(result.mean)}{deviation}{tuned}"
     return "; ".join([number, *missing(result)])
 
 
@@ -393,10 +405,16 @@ def records(section: Section) -> Iterator[dict[str, object]]:
         if section.mixes:
             remarks.append(f"table has {section.mixes}")
         yield {
-            **{"row": row, "column": column, "paper": result.cell.paper, "mean": result.mean},
-            **{"sd": result.deviation, "difference": result.difference},
-            **{"seeds": len(result.counted), "diverged": failures["diverged"]},
-            **{"failed": failures["failed"], "tuned": tuned_value(result)},
+            "row": row,
+            "column": column,
+            "paper": result.cell.paper,
+            "mean": result.mean,
+            "sd": result.deviation,
+            "difference": result.difference,
+            "seeds": len(result.counted),
+            "diverged": failures["diverged"],
+            "failed": failures["failed"],
+            "tuned": tuned_value(result),
             "remark": "; ".join(remarks),
         }
 
@@ -410,14 +428,25 @@ def as_csv(section: Section) -> str:
 def as_json(section: Section) -> str:
     """The cells, the settings and the claims."""
     content = {
-        **{"title": section.title, "setting": section.label, "origin": section.origin},
+        "title": section.title,
+        "setting": section.label,
+        "origin": section.origin,
         "remark": section.recipe.remark,
         "settings": [asdict(setting) for setting in section.settings],
         "cells": list(records(section)),
         "claims": [
-            {"claim": c.text, "verdict": c.verdict, "effect": c.effect, "interval": c.interval}
-            | {"paper": c.paper_effect, "seeds": c.seeds, "detail": c.detail, "remarks": c.remarks}
-            | {"failures": c.failures, "deviations": list(c.deviations)}
+            {
+                "claim": c.text,
+                "verdict": c.verdict,
+                "effect": c.effect,
+                "interval": c.interval,
+                "paper": c.paper_effect,
+                "seeds": c.seeds,
+                "detail": c.detail,
+                "remarks": c.remarks,
+                "failures": c.failures,
+                "deviations": list(c.deviations),
+            }
             for c in section.claims
         ],
     }

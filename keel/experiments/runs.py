@@ -31,8 +31,15 @@ _OLD_VALUES = {(key, new): old for (key, old), new in RENAMED_VALUES.items()}
 _HAVE_OLD_VALUES = {key for key, _ in RENAMED_VALUES}
 KEPT_FILES = ("keep-state", "checkpoint-every", "snapshot-every")  # in names until 0.2.0
 IRRELEVANT = {
-    *("preset", "output-dir", "data-dir", "resume", "run-name", "last-rounds"),
-    *("tracker", "tracker-clients", *KEPT_FILES),
+    "preset",
+    "output-dir",
+    "data-dir",
+    "resume",
+    "run-name",
+    "last-rounds",
+    "tracker",
+    "tracker-clients",
+    *KEPT_FILES,
 }
 RELEVANT_TO_SECONDS = {"device", "cache-mb"}  # and `threads`, on which the bits depend too
 DIVERGED, FAILED = "diverged", "failed"
@@ -209,8 +216,10 @@ class Run:
         counting = of_today or (found if self.any_code else [])
         if len(counting) < 2:
             return counting[0] if counting else None
-        same = [a for a in counting if code_of(a) == code_of(counting[-1])]
-        return ([a for a in same if status_of(a) != FAILED] or same)[-1]
+        newest_code = code_of(counting[-1])
+        same = [attempt for attempt in counting if code_of(attempt) == newest_code]
+        with_result = [attempt for attempt in same if status_of(attempt) != FAILED]
+        return (with_result or same)[-1]
 
     def finished(self) -> Path | None:
         """The attempt that counts, if it ran all rounds."""
@@ -220,7 +229,8 @@ class Run:
     def failure(self) -> str:
         """`diverged` or `failed` if that is how the attempt that counts ended, else empty."""
         attempt = self.ended()
-        return "" if attempt is None else status_of(attempt).replace("finished", "")
+        status = status_of(attempt) if attempt else ""
+        return "" if status == "finished" else status
 
     def is_done(self) -> bool:
         """Whether another attempt would end as the last: it finished, or diverged."""
@@ -245,7 +255,9 @@ class Run:
 
     def outdated(self) -> str:
         """Why no attempt that ended counts; empty if one does, or if there is none."""
-        ended = [] if self.ended() else [a for a in self.attempts() if status_of(a)]
+        if self.ended():
+            return ""
+        ended = [attempt for attempt in self.attempts() if status_of(attempt)]
         return (self.other_default(ended[-1]) or self.other_code(ended[-1])) if ended else ""
 
 
@@ -380,7 +392,7 @@ def wall_seconds(directory: Path) -> float:
 def machines_of(directory: Path) -> list[str]:
     """What a run trained on: `cpu: NAME` or `cuda: NAME`, several if it was resumed elsewhere.
 
-    "its clients' own" if its clients were sites, whose machines are not known.
+    "its clients' own" if its clients were sites, whose machines the manifest does not name.
     """
     manifest = read_manifest(directory)
     if not manifest.get("simulated", True):

@@ -17,8 +17,16 @@ from server_app.summary import read_manifest
 
 # always shown; further keys where they differ from the paper's
 SHOWN = (
-    *("num-rounds", "num-clients", "fraction-train", "local-epochs", "batch-size", "lr"),
-    *("lr-decay", "momentum", "weight-decay", "model"),
+    "num-rounds",
+    "num-clients",
+    "fraction-train",
+    "local-epochs",
+    "batch-size",
+    "lr",
+    "lr-decay",
+    "momentum",
+    "weight-decay",
+    "model",
 )
 WHERE = {"source", "partition", "alpha", "classes-per-client", "shards-per-client"}
 

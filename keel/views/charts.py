@@ -110,47 +110,43 @@ def curves(
         xs, ys = ([rounded(part[i]) for i in kept] for part in (curve.x, curve.y))
         colour, dash = PALETTE[place % len(PALETTE)], DASHES[place // len(PALETTE) % len(DASHES)]
         group = f"curve {number}"
+        silent = {"hoverinfo": "skip", "showlegend": False, "legendgroup": group}
         if curve.spread and any(curve.spread):
-            inside = [(i, s) for i in kept if (s := curve.spread[i]) is not None]
-            around = [rounded(curve.x[i]) for i, _ in inside]
-            edges = [rounded(curve.y[i] + s) for i, s in inside]
-            edges += [rounded(curve.y[i] - s) for i, s in reversed(inside)]
-            rgb = ", ".join(map(str, bytes.fromhex(colour[1:])))  # #RRGGBBAA needs Plotly 7
-            band: dict[str, Any] = {
-                **{"type": "scatter", "mode": "lines", "x": around + around[::-1], "y": edges},
-                **{"fill": "toself", "fillcolor": f"rgba({rgb}, {BAND_ALPHA})"},
-                "line": {"width": 0},
-            }
-            band |= {"hoverinfo": "skip", "showlegend": False, "legendgroup": group}
-            data.append(band | {"uid": f"{uid}-band"})
+            data.append({**band(curve, kept, colour), **silent, "uid": f"{uid}-band"})
         for i, (end, value) in enumerate(curve.references):
             start = xs[0] if are_few else max(xs[0], end - (xs[-1] - xs[0]) / 8)
-            data.append(
-                {
-                    **{"type": "scatter", "mode": "lines", "x": [rounded(start), rounded(end)]},
-                    **{"y": [rounded(value)] * 2, "line": {"color": colour, "dash": "dot"}},
-                    **{"hoverinfo": "skip", "showlegend": False, "legendgroup": group},
-                    "uid": f"{uid}-reference-{i}",
-                }
-            )
+            reference = {
+                "type": "scatter",
+                "mode": "lines",
+                "x": [rounded(start), rounded(end)],
+                "y": [rounded(value)] * 2,
+                "line": {"color": colour, "dash": "dot"},
+            }
+            data.append({**reference, **silent, "uid": f"{uid}-reference-{i}"})
         symbol = MARKERS[place % len(MARKERS)]
-        marker = {"symbol": symbol, "size": 6, "color": colour, "maxdisplayed": MAX_MARKED}
         trace: dict[str, Any] = {
-            **{"type": "scatter", "mode": "lines+markers", "uid": uid},
-            **{"name": name, "x": xs, "y": ys, "legendgroup": group},
+            "type": "scatter",
+            "mode": "lines+markers",
+            "uid": uid,
+            "name": name,
+            "x": xs,
+            "y": ys,
+            "legendgroup": group,
             "line": {"color": colour, "dash": dash, "width": 2},
-            "marker": marker,
+            "marker": {"symbol": symbol, "size": 6, "color": colour, "maxdisplayed": MAX_MARKED},
             "hovertemplate": "%{y:.4~g}%{customdata}",
             "customdata": [""] * len(xs),
         }
         if curve.note:
             trace["customdata"] = [f" {curve.note[i]}" for i in kept]
         data.append(trace)
-    xaxis: dict[str, Any] = {"type": "log"} if log_x else {}
-    if x == "round":
+    xaxis: dict[str, Any] = {}
+    if log_x:
+        xaxis = {"type": "log"}
+    elif x == "round":
+        xaxis = {"tickformat": "d", "rangemode": "normal"}
         lengths = [trace["x"][-1] - trace["x"][0] for trace in data if "name" in trace]
-        xaxis |= {} if log_x else {"tickformat": "d", "rangemode": "normal"}
-        if 0 < max(lengths, default=0) < 8 and not log_x:
+        if 0 < max(lengths, default=0) < 8:
             xaxis["dtick"] = 1
     yaxis = {"type": "log"} if log_y else {}
     figure: Figure = {"data": data, "layout": layout(x, y, xaxis=xaxis, yaxis=yaxis)}
@@ -160,6 +156,25 @@ def curves(
     return figure
 
 
+def band(curve: Curve, kept: Sequence[int], colour: str) -> dict[str, Any]:
+    """The area within `spread` of a curve, at the points `kept` that have a spread."""
+    assert curve.spread is not None
+    inside = [(i, s) for i in kept if (s := curve.spread[i]) is not None]
+    around = [rounded(curve.x[i]) for i, _ in inside]
+    edges = [rounded(curve.y[i] + s) for i, s in inside]
+    edges += [rounded(curve.y[i] - s) for i, s in reversed(inside)]
+    rgb = ", ".join(map(str, bytes.fromhex(colour[1:])))  # #RRGGBBAA needs Plotly 7
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": around + around[::-1],
+        "y": edges,
+        "fill": "toself",
+        "fillcolor": f"rgba({rgb}, {BAND_ALPHA})",
+        "line": {"width": 0},
+    }
+
+
 def stacked(
     x: Sequence[float | str], parts: dict[str, Sequence[float]], x_title: str, y_title: str
 ) -> Figure:
@@ -167,7 +182,9 @@ def stacked(
     num_sums = math.ceil(len(x) / MAX_BARS) or 1  # rounds that share a bar
     data = [
         {
-            **{"type": "bar", "name": text_of(name, 80), "uid": uid_of(name)},
+            "type": "bar",
+            "name": text_of(name, 80),
+            "uid": uid_of(name),
             "x": list(x[::num_sums]),
             "y": [rounded(sum(values[i : i + num_sums])) for i in range(0, len(x), num_sums)],
             "marker": {"color": PALETTE[place % len(PALETTE)], "line": {"width": 0}},
@@ -178,8 +195,12 @@ def stacked(
     heights = [sum(each) for each in zip(*(trace["y"] for trace in data), strict=True)]
     if num_sums > 1:
         y_title += f" in {num_sums} rounds"
-    more: dict[str, Any] = {"barmode": "stack", "bargap": 0.05, "yaxis": whole_ticks(heights)}
-    more["showlegend"] = True  # a part alone has a name too
+    more: dict[str, Any] = {
+        "barmode": "stack",
+        "bargap": 0.05,
+        "yaxis": whole_ticks(heights),
+        "showlegend": True,  # a part alone has a name too
+    }
     return {"data": data, "layout": layout(x_title, y_title, **more)}
 
 
@@ -210,7 +231,10 @@ def heat_map(
     """Colours over two axes; z[i][j] belongs to y[i] and x[j]. None has no colour."""
     names = [text_of(name, MAX_NAME) for name in y]
     trace = {
-        **{"type": "heatmap", "x": list(x), "y": names, "colorscale": SCALE},
+        "type": "heatmap",
+        "x": list(x),
+        "y": names,
+        "colorscale": SCALE,
         "z": [[None if v is None else rounded(v) for v in row] for row in z],
         "colorbar": {"title": {"text": colours, "side": "right"}, "thickness": 12},
         "hovertemplate": f"%{{y}}, {x_title} %{{x}}: %{{z:.4~g}} {colours}<extra></extra>",
@@ -234,7 +258,10 @@ def histogram(values: Sequence[float], title: str, y_title: str, num_bins: int =
         counts[min(num_bins - 1, int((value - low) / width))] += 1
     centres = [rounded(low + (i + 0.5) * width) for i in range(num_bins)]
     trace = {
-        **{"type": "bar", "x": centres, "y": counts, "width": [width] * num_bins},
+        "type": "bar",
+        "x": centres,
+        "y": counts,
+        "width": [width] * num_bins,
         "marker": {"color": PALETTE[0], "line": {"width": 0}},
         "hovertemplate": "%{x:.2f}: %{y}<extra></extra>",
     }

@@ -14,13 +14,23 @@ def word_of(letter: str) -> str:
 
 GREEK = "αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ"  # pdflatex stops with an error at these
 LATEX = {
-    **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
     **{c: f"\\{c}" for c in "&%$#_{}"},
     **{c: f"{{{c}}}" for c in "[*"},  # else the \\ of the row above takes it as its argument
     # printed as other characters in LaTeX's default encoding
-    **{"<": "$<$", ">": "$>$", "|": "$|$"},
-    **{"±": r"$\pm$", "–": "--", "‹": r"$<$", "›": r"$>$"},
-    **{"≤": r"$\leq$", "≥": r"$\geq$", "∞": r"$\infty$", "→": r"$\to$"},
+    "<": "$<$",
+    ">": "$>$",
+    "|": "$|$",
+    "±": r"$\pm$",
+    "–": "--",
+    "‹": r"$<$",
+    "›": r"$>$",
+    "≤": r"$\leq$",
+    "≥": r"$\geq$",
+    "∞": r"$\infty$",
+    "→": r"$\to$",
     **{letter: f"$\\{word_of(letter)}$" for letter in GREEK},
 }
 Groups = Sequence[tuple[str, int]]  # name and number of columns

@@ -45,8 +45,14 @@ MAX_READERS = 128  # histories held at a time
 # runs; KEEL_HOME; an experiments folder; several of those
 PATTERNS = ("*", "runs/*", "runs/*/*", "*/runs/*/*")
 NOT_A_SETTING = {
-    *("seed", "output-dir", "run-name", "data-dir", "resume"),
-    *("tracker", "tracker-clients", "tensorboard"),
+    "seed",
+    "output-dir",
+    "run-name",
+    "data-dir",
+    "resume",
+    "tracker",
+    "tracker-clients",
+    "tensorboard",
 }
 ANYTHING = (*DAMAGE, RecursionError)  # raised by the content of a file
 text_of = in_one_line  # any value as one printable line
@@ -169,13 +175,15 @@ class Store:
     def _directories(self) -> list[Path]:
         found = []
         for root in self.roots:
-            found += [root] if (root / CONFIG_FILE).is_file() else []
+            if (root / CONFIG_FILE).is_file():
+                found.append(root)
             for pattern in PATTERNS:
                 found += [path.parent for path in root.glob(f"{pattern}/{CONFIG_FILE}")]
             found += [path for path in root.glob("*/") if not os.access(path, os.X_OK)]
-        real = tuple(os.path.join(os.path.realpath(root), "") for root in self.roots)
-        return [  # below a root, links resolved
-            d for d in dict.fromkeys(found) if f"{os.path.realpath(d)}/".startswith(real)
+        # only what is below a root once links are resolved
+        roots = tuple(os.path.join(os.path.realpath(root), "") for root in self.roots)
+        return [
+            path for path in dict.fromkeys(found) if f"{os.path.realpath(path)}/".startswith(roots)
         ]
 
     def _looked_up(self, run_id: str, directory: Path) -> tuple[Stamp, Entry]:
