@@ -76,7 +76,8 @@ def is_obstacle(operation: Any, args: Any, kwargs: Any, made: Any) -> bool:
     if name == "lift_fresh":
         return bool(made.device.type != "cpu")
     if name in ("_to_copy", "copy_"):
-        return bool(args[name == "copy_"].device != made.device)
+        source = args[1] if name == "copy_" else args[0]
+        return bool(source.device != made.device)
     depends = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     is_tagged = bool(depends & {*operation.tags})
     return is_tagged or name in CHECKED or kwargs.get("generator") is not None

@@ -209,26 +209,16 @@ def answer_as(message: Message, context: Context) -> RecordDict | Error:
 
 def error_reply(error: Exception, message: Message, context: Context) -> Error:
     """What the server is told of an error; the log has it too."""
-    place, is_full = line_in_method(error), is_out_of_memory(error)
-    is_refusal = type(error) in REFUSALS and not place and bool(str(error))
-    reason = str(error) if is_refusal else f"{type(error).__name__}{place}: {error}"
-    if is_full:
-        sentence, *_ = reason.splitlines()[0].partition(". ")
-        reason = (
-            f"{sentence}: lower batch-size, cache-mb or clients-per-step, or set precision=bf16"
-        )
-    reason = in_one_line(reason, MAX_REASON)
-    # the user's to mend, a full disk included: no traceback
-    is_mistake = is_full or isinstance(error, OSError)
-    is_mistake |= isinstance(error, ValueError) and not place
+    reason = reason_of(error)
     is_withheld = not isinstance(error, PrivacyRefused) and withholds_metrics(message)
     try:
         client = client_name(context.node_config)
     except ValueError:
         client = "without a name"
     what = run_and_round(message)
-    # with the sanitised reason: the exception's own text may come from the server
-    trace = None if is_mistake else (type(error), RuntimeError(reason), error.__traceback__)
+    # the trace has the sanitised reason: the exception's own text may come from the server
+    is_bug = not is_for_user(error)
+    trace = (type(error), RuntimeError(reason), error.__traceback__) if is_bug else None
     extra = {"is_withheld": is_withheld}
     log.error("%s: client %s: %s", what, client, reason, exc_info=trace, extra=extra)
     if is_deployed(context.node_config):
@@ -241,6 +231,26 @@ def error_reply(error: Exception, message: Message, context: Context) -> Error:
     if is_gpu_lost(error):
         return Error(GPU_LOST, reason)
     return Error(RESET_NEEDED if isinstance(error, ResetNeeded) else CLIENT_FAILED, reason)
+
+
+def reason_of(error: Exception) -> str:
+    """The error in one line: its type, the line in a method's file, its text, what to do."""
+    place = line_in_method(error)
+    is_refusal = type(error) in REFUSALS and not place and bool(str(error))
+    reason = str(error) if is_refusal else f"{type(error).__name__}{place}: {error}"
+    if is_out_of_memory(error):
+        sentence, *_ = reason.splitlines()[0].partition(". ")
+        reason = (
+            f"{sentence}: lower batch-size, cache-mb or clients-per-step, or set precision=bf16"
+        )
+    return in_one_line(reason, MAX_REASON)
+
+
+def is_for_user(error: Exception) -> bool:
+    """Whether the user can fix it, a full disk included, so that a traceback would not help."""
+    if isinstance(error, OSError) or is_out_of_memory(error):
+        return True
+    return isinstance(error, ValueError) and not line_in_method(error)  # else a bug in a method
 
 
 def without_file_names(reason: str, error: Exception, source: str) -> str:
@@ -258,7 +268,8 @@ def without_file_names(reason: str, error: Exception, source: str) -> str:
         return f"{error.nameless} ({log_has_it})"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{type(error).__name__}: {error.strerror} ({log_has_it})"
-    hidden = [(str(keel_home()), "…"), (os.path.expanduser("~"), "…")]  # data-dir, cache, state
+    # data-dir, cache and state lie there
+    hidden = [(str(keel_home()), "…"), (os.path.expanduser("~"), "…")]
     kind, _, location = source.partition(":")
     if location:
         path = str(Path(os.path.expanduser(location)).absolute())  # with "..", as errors have it
@@ -266,7 +277,7 @@ def without_file_names(reason: str, error: Exception, source: str) -> str:
     for name, shown in hidden:
         if name == os.sep:  # the root is in every path
             continue
-        for spelt in (name, repr(name)[1:-1]):
+        for spelt in (name, repr(name)[1:-1]):  # as text, and as an error quotes it
             reason = reason.replace(in_one_line(spelt, MAX_REASON), shown)
     return reason
 
@@ -319,8 +330,9 @@ def train_one(methods: Sequence[Method], ctxs: Sequence[RoundContext]) -> list[U
 
 
 def train_together(methods: Sequence[Method], ctxs: Sequence[RoundContext]) -> Trained:
-    """The clients' updates; fewer train at a time, from now on, where they do not fit in memory."""
-    config, started, cpu_started = ctxs[0].config, time.perf_counter(), time.process_time()
+    """The clients' updates. If memory runs out, half as many train at a time, from now on."""
+    config = ctxs[0].config
+    started, cpu_started = time.perf_counter(), time.process_time()
     torch.set_num_threads(config.train.threads or available_threads)
     cache = process_caches.of(config)
     while True:
@@ -328,10 +340,10 @@ def train_together(methods: Sequence[Method], ctxs: Sequence[RoundContext]) -> T
         try:
             updates: list[Update | Exception] = []
             for start in range(0, len(ctxs), num):
-                group = methods[start : start + num], ctxs[start : start + num]
-                train = train_stacked if len(group[1]) > 1 else train_one
-                with products(group[1][0].precision):
-                    updates += train(*group)
+                some = slice(start, start + num)
+                train = train_stacked if len(ctxs[some]) > 1 else train_one
+                with products(ctxs[start].precision):
+                    updates += train(methods[some], ctxs[some])
             break
         except RuntimeError as error:
             if num == 1 or not is_out_of_memory(error):
@@ -343,7 +355,10 @@ def train_together(methods: Sequence[Method], ctxs: Sequence[RoundContext]) -> T
         log.warning(
             "%s: %d clients do not fit into the memory of %s: %d at a time train together for the "
             "rest of the run",
-            *(key_of_stack(config), num, ctxs[0].device, cache.max_stacked),
+            key_of_stack(config),
+            num,
+            ctxs[0].device,
+            cache.max_stacked,
         )
     return Trained(
         updates,
@@ -379,8 +394,7 @@ def answer_together(
             if isinstance(update, Exception):
                 raise update
             with turn():
-                times = trained.seconds, trained.cpu_seconds
-                metrics = measure_training(training, update, *times)
+                metrics = measure_training(training, update, trained.seconds, trained.cpu_seconds)
             replies[n] = finish_training(training, update, metrics)
         except Exception as error:
             replies[n] = error_reply(error, *pairs[n])
@@ -547,14 +561,15 @@ def train_one_round(message: Message, context: Context) -> RecordDict:
 def measure_training(
     training: Training, update: Update, seconds: float, cpu_seconds: float
 ) -> dict[str, float]:
-    """Check the update and copy it to the CPU; its metrics.
+    """Check the update and copy it to the CPU; returns its metrics.
 
-    It needs `turn`: later, its copies would wait for the steps of the next client.
-    If metrics are withheld, these are the number of samples, the number of steps, which follows
-    from it, and the round of client state from an old backup. Client state that is not finite is
+    The caller holds `turn`: otherwise the copies would wait for the steps of the next client.
+    seconds, cpu_seconds: of training; this client's share where several train together.
+
+    If metrics are withheld, only the numbers of samples and of steps, which follows from it, are
+    returned, and the round of client state from an old backup. Client state that is not finite is
     then replaced by the state before this round: an error would reveal something about the data,
     and so would a missing version in the next round.
-    seconds, cpu_seconds: of training; this client's share where several train together.
     """
     request, ctx, method = training.request, training.ctx, training.method
     check_unchanged(training)
@@ -576,7 +591,9 @@ def measure_training(
         log.warning(
             "round %d: client %s: local training left values that are not finite; the client state "
             "is unchanged. %s",
-            *(request.round, ctx.client, advice(method.rate_keys)),
+            request.round,
+            ctx.client,
+            advice(method.rate_keys),
         )
         update.state = ctx.state
     sent = [("update", update.arrays), ("extra", update.extra)]
@@ -670,14 +687,18 @@ def check_update(method: Method, update: Any) -> None:
         source = method.finish
     if not isinstance(update, Update):
         raise TypeError(f"{place_of(source)} returned {type(update).__name__}: expected an Update")
-    for name in ("arrays", "extra", "terms", "state"):
+    for name, kind in (
+        ("arrays", "tensors"),
+        ("extra", "tensors"),
+        ("terms", "numbers"),
+        ("state", "dicts of tensors"),
+    ):
         found = getattr(update, name)
-        what = "" if isinstance(found, Mapping) else type(found).__name__
-        if not what and name in ("arrays", "extra"):
-            others = (key for key, each in found.items() if not isinstance(each, torch.Tensor))
-            what = next((f"{type(found[key]).__name__} in {key!r}" for key in others), "")
+        if kind == "tensors":
+            what = other_than_tensors(found)
+        else:
+            what = "" if isinstance(found, Mapping) else type(found).__name__
         if what:
-            kind = {"terms": "numbers", "state": "dicts of tensors"}.get(name, "tensors")
             raise TypeError(
                 f"{place_of(source)}: Update.{name} is {what}: expected a dict of {kind}"
             )
@@ -687,6 +708,19 @@ def check_update(method: Method, update: Any) -> None:
         term: converted(method, f"terms[{term!r}]", value, float)
         for term, value in update.terms.items()
     }
+
+
+def other_than_tensors(arrays: Any) -> str:
+    """What an object is, or has under a name, instead of named tensors; "" if it is a dict of them.
+
+    Such as "list", or "float in 'weight'".
+    """
+    if not isinstance(arrays, Mapping):
+        return type(arrays).__name__
+    for name, array in arrays.items():
+        if not isinstance(array, torch.Tensor):
+            return f"{type(array).__name__} in {name!r}"
+    return ""
 
 
 def converted(method: Method, name: str, value: Any, to: Callable[[Any], Any]) -> Any:
@@ -707,11 +741,7 @@ def check_groups(method: Method, state: Mapping[str, Any]) -> None:
     """TypeError naming the group and the array, unless client state consists of named tensors."""
     for group, arrays in state.items():
         named = f"{type(method).__name__}: Update.state[{group!r}]"
-        what = "" if isinstance(arrays, dict) else type(arrays).__name__
-        for name, array in {} if what else arrays.items():
-            if not isinstance(array, torch.Tensor):
-                what = f"{type(array).__name__} in {name!r}"
-        if what:
+        if what := other_than_tensors(arrays):
             raise TypeError(
                 f"{named} is {what}: expected a dict of tensors, as in "
                 'state={"model": {"weight": tensor}}'

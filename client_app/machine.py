@@ -38,11 +38,11 @@ def cpu_info() -> dict[str, str]:
 
 
 def processors(device: torch.device) -> dict[str, str]:
-    """The kind of the CPU, by which libraries choose their kernels, and the GPU's name, or none.
+    """{"cpu": architecture, instruction set and model, "gpu": name, or "none"}.
 
-    The CPU: instruction set, as torch uses it, and maker and model: with the same instructions an
-    Intel CPU gives other bits than an AMD one. The GPU is this device, or on another device the
-    machine's first.
+    Libraries choose their kernels by the CPU's instruction set, as torch names it, and by its maker
+    and model: an Intel CPU gives other bits than an AMD CPU with the same instructions. The GPU is
+    `device`, or, if that is the CPU, the machine's first GPU.
     """
     gpu = device if device.type == "cuda" else None
     info, capability = cpu_info(), torch.backends.cpu.get_cpu_capability()

@@ -113,8 +113,12 @@ def labels_in_run(own: Source, class_names: Sequence[str]) -> np.ndarray:
     names = list(class_names)
     if own.name.startswith("npz:") and not set(own.class_names) & set(names):
         names = [str(label) for label in range(len(names))]
-    known = [(name, label) for label, name in enumerate(names)][::-1]  # the first of equal names
-    label_of = {_composed(name): label for name, label in known} | dict(known)
+    exact: dict[str, int] = {}
+    composed: dict[str, int] = {}
+    for label, name in enumerate(names):  # of equal names the first counts
+        exact.setdefault(name, label)
+        composed.setdefault(_composed(name), label)
+    label_of = composed | exact
     labels = [label_of.get(name, label_of.get(_composed(name))) for name in own.class_names]
     if None in labels:
         unknown = own.class_names[labels.index(None)]
@@ -156,7 +160,8 @@ def checked_run_path(request: RoundRequest, node_config: NodeConfig) -> tuple[Pa
     """`run_path` of the request. ValueError for a name that a run cannot have, or an odd path."""
     sent = request.run_dir
     path, run, is_path = run_path(sent)
-    if not run or (is_deployed(node_config) if is_path else sent != run):
+    is_allowed = not is_deployed(node_config) if is_path else sent == run
+    if not run or not is_allowed:
         raise ValueError(
             f"run-dir = {sent[:200]!r}: expected the name of a run (letters, digits, '.', '_', "
             "'-') or, in a simulation, the path of its directory: this client writes nowhere else"
@@ -186,7 +191,8 @@ def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
         clients, own = clients_folder().resolve(), base.resolve()
         is_below = own.is_relative_to(clients) and len(own.relative_to(clients).parts) <= MAX_DEPTH
         if os.environ.get(worker_variable) and not is_below:
-            raise ValueError(  # the node config passes through the run's code
+            # the node config passes through the run's code
+            raise ValueError(
                 f"state-dir = {str(base)[:200]!r}: expected a folder below {clients}, at most "
                 f"{MAX_DEPTH} deep: move the state there; a resident worker writes nowhere else"
             )

@@ -105,7 +105,8 @@ class LocalObjective(Method):
 
     def phases(self, ctx: RoundContext) -> Phases:
         """Local training as in FedAvg, on this objective, then `finish`."""
-        return self.finish((yield from objective_phases(self, ctx)), ctx)
+        update = yield from objective_phases(self, ctx)
+        return self.finish(update, ctx)
 
     def finish(self, update: Update, ctx: RoundContext) -> Update:
         """Postprocess the update after local training.
@@ -253,15 +254,17 @@ def loss_terms(
         if has_penalty and type(objective).penalty is not LocalObjective.penalty:
             terms["penalty"] = objective.penalty(batch)
         for name, term in terms.items():
-            if not isinstance(term, Tensor) or term.dim():
-                is_tensor = isinstance(term, Tensor)
-                found = f"shape {list(term.shape)}" if is_tensor else type(term).__name__
-                hint = "; for no penalty, batch.logits.new_zeros(())" if term is None else ""
-                raise TypeError(
-                    f"{place_of(getattr(objective, name))} returned {found}: expected a scalar "
-                    f"Tensor{hint}"
-                )
+            check_scalar(term, getattr(objective, name))
         return terms | server_optimizer_terms(ctx, model)
+
+
+def check_scalar(term: Any, function: Callable[..., Any]) -> None:
+    """TypeError naming the function that returned this loss term, unless it is a scalar tensor."""
+    if isinstance(term, Tensor) and term.dim() == 0:
+        return
+    found = f"shape {list(term.shape)}" if isinstance(term, Tensor) else type(term).__name__
+    hint = "; for no penalty, batch.logits.new_zeros(())" if term is None else ""
+    raise TypeError(f"{place_of(function)} returned {found}: expected a scalar Tensor{hint}")
 
 
 class _NotComputed(list[Tensor]):

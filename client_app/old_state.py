@@ -12,19 +12,25 @@ log = logging.getLogger("keel.client")
 
 
 class OldState:
-    """Deletes the client state of runs that have ended, when this process has run for a day.
+    """Deletes the client state of runs that ended more than a number of days ago.
 
-    A run's age is the time from its newest write to the newest write of any run, so that neither a
-    wrong clock nor a long pause of all runs makes state old; the newest run is never deleted. A
-    clock that jumps can date files in the future. Therefore the age by the clock must exceed the
-    limit too. It does not include what the clock has jumped since this process last saw the run
-    change, which must be at least a day ago by the monotonic clock.
+    Neither a wrong clock nor a long pause of all runs may make state look old. A run is deleted
+    only if, for at least a day by the monotonic clock, this process has not seen it change, and if
+    both of these ages exceed the limit:
+
+    - the time from the run's newest write to the newest write of any run, which is 0 for the
+      newest run;
+    - the time from the run's newest write until now, by the clock: a file that a jump of the clock
+      has dated in the future is not yet old.
+
+    From both is subtracted how far the clock has jumped ahead since the run was last seen to
+    change.
     """
 
     def __init__(self, folder: Path, days: float) -> None:
         """folder: contains one folder per run. days: older runs are deleted; 0: none are."""
         self.folder, self.min_age_s = folder, days * DAY_S
-        # how far the clock is ahead of the monotonic one, at the last look: it changes with a jump
+        # the clock minus the monotonic clock at the last look: it changes when the clock jumps
         self.lead = time.time() - time.monotonic()
         # run: (newest write, monotonic time when it was first seen, the clock's lead before that)
         self.seen: dict[Path, tuple[float, float, float]] = {}
@@ -43,7 +49,9 @@ class OldState:
             if self.seen.get(run, (None,))[0] != at:
                 self.seen[run] = (at, now, min(lead, self.lead))
             _, since, lead_then = self.seen[run]
-            age_s = min(max(written.values()), now + lead) - at - max(0.0, lead - lead_then)
+            until = min(max(written.values()), now + lead)  # now + lead: the time by the clock
+            jump_s = max(0.0, lead - lead_then)
+            age_s = until - at - jump_s
             if age_s > self.min_age_s and now - since >= DAY_S:
                 days = age_s / DAY_S
                 log.warning(

@@ -110,9 +110,9 @@ def site_limits(node_config: NodeConfig) -> SiteLimits:
 def stricter_limits(in_environment: Sequence[str | None], *own: object) -> SiteLimits:
     """`site_limits` from the values of `KEYS` in the environment and in the node config."""
     variables = dict(zip(KEYS, in_environment, strict=True))
-    stated = {
-        key: [value for value in pair if value is not None]
-        for key, *pair in zip(KEYS, own, in_environment, strict=True)
+    stated = {  # by key, the values that are set
+        key: [value for value in (in_config, variables[key]) if value is not None]
+        for key, in_config in zip(KEYS, own, strict=True)
     }
     values = []
     for key, default in DEFAULTS.items():
@@ -133,7 +133,8 @@ def stricter_limits(in_environment: Sequence[str | None], *own: object) -> SiteL
         metrics.append("withheld")  # the node config cannot allow what the environment does not
     is_set = "withheld" in metrics or any(stated[key] for key in DEFAULTS)
     min_multiplier, clip, epsilon, delta = values
-    return SiteLimits(min_multiplier, clip, epsilon, delta, set(metrics) == {"exact"}, is_set)
+    allows_exact = set(metrics) == {"exact"}
+    return SiteLimits(min_multiplier, clip, epsilon, delta, allows_exact, is_set)
 
 
 def names_limit(node_config: NodeConfig) -> bool:
@@ -289,9 +290,15 @@ class Ledger:
         with self.locked(fcntl.LOCK_EX):
             privacy = config.privacy
             self.check(privacy, site_limits(node_config))
-            entry = {"data": self.data, **about, "time": round(time.time(), 3)}
-            entry |= {"epsilon": privacy.epsilon, "delta": privacy.delta}
-            entry |= {"clip_norm": privacy.clip_norm, "multiplier": multiplier_of(privacy)}
+            entry = {
+                "data": self.data,
+                **about,
+                "time": round(time.time(), 3),
+                "epsilon": privacy.epsilon,
+                "delta": privacy.delta,
+                "clip_norm": privacy.clip_norm,
+                "multiplier": multiplier_of(privacy),
+            }
             is_cut_short = self.is_cut_short()
             if line := self.unfinished_line():
                 os.truncate(self.path, self.path.stat().st_size - len(line))

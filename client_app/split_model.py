@@ -66,7 +66,8 @@ def part_phase(
     )
 
     def inputs(step: Step) -> tuple[Tensor, Tensor]:
-        return features.of(step)[0] if part == "head" else step.x, step.y
+        x_or_h = features.of(step)[0] if part == "head" else step.x
+        return x_or_h, step.y
 
     def terms(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         x_or_h, y = batch

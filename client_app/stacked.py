@@ -127,9 +127,9 @@ class LossGuard:
 class StackedContext(RoundContext):
     """The round of one client of a stack.
 
-    While the loss is computed (`guard`), it may read only the attributes in `shared`: it is traced
-    once for all clients. ValueError for any other. They are the same for all clients, or arrays,
-    in `separate`, in whose place are those of each client.
+    The loss is traced once for all clients. While it is computed (`guard`), it may therefore read
+    only the attributes in `shared`, which are the same for all clients, or, if also in `separate`,
+    arrays that are replaced by each client's own. ValueError for any other attribute.
     place: the client's index in the stack; all of its networks but the global model are its own.
     """
 
@@ -181,9 +181,11 @@ def contexts_of(ctxs: Sequence[RoundContext]) -> list[StackedContext]:
     made = []
     for n, ctx in enumerate(ctxs):
         values = {f.name: getattr(ctx, f.name) for f in fields(RoundContext)}
-        values |= {"model": ctx.network(f"local {n}"), "place": n}
-        values |= {"guard": guard, "shared": tuple(shared), "separate": tuple(separate)}
-        made.append(StackedContext(**values))
+        values["model"] = ctx.network(f"local {n}")
+        own = StackedContext(
+            **values, place=n, guard=guard, shared=tuple(shared), separate=tuple(separate)
+        )
+        made.append(own)
     return made
 
 
@@ -279,17 +281,15 @@ class Stack:
         self.models, self.train = [ctx.model for ctx in ctxs], ctxs[0].config.train
         self.precision, self.device = ctxs[0].precision, ctxs[0].device
         key = key_of_stack(self.config)
-        trained = [names_of(*pair, key) for pair in zip(self.models, phases, strict=True)]
-        alike = {
-            (tuple(n), p.momentum, p.weight_decay) for n, p in zip(trained, phases, strict=True)
-        }
-        if len(alike) > 1:
+        names = [names_of(m, phase, key) for m, phase in zip(self.models, phases, strict=True)]
+        optimizers = {(phase.momentum, phase.weight_decay) for phase in phases}
+        if any(each != names[0] for each in names) or len(optimizers) > 1:
             raise ValueError(
-                f"{key_of_stack(self.config)}: the clients train different parameters, or with "
+                f"{key}: the clients train different parameters, or with "
                 "another momentum or weight decay; set it to 1"
             )
-        check_captured(phases, key_of_stack(self.config))
-        self.phases, self.names = phases, trained[0]
+        check_captured(phases, key)
+        self.phases, self.names = phases, names[0]
         states = [model.state_dict() for model in self.models]
         self.arrays = {name: torch.stack([s[name] for s in states]) for name in states[0]}
         self.velocities = {n: torch.zeros_like(self.arrays[n]) for n in self.names}
@@ -350,20 +350,22 @@ class Stack:
             with forward_in(self.precision, self.device):
                 made = mapped(arrays, tensors, constants, options)
         except RuntimeError as error:
-            if is_out_of_memory(error) or not (options or OF_VMAP.search(str(error))):
+            if is_out_of_memory(error):
                 raise
-            if not options:
-                what = in_one_line(error).partition(". ")[0].rstrip(".")
-                where = layer_in(error, swapped) or name_of(phase.terms)
+            if options:
                 raise ValueError(
-                    f"{key_of_stack(self.config)} = {num_stacked(self.config)}: {where} cannot be "
-                    f"computed for several clients at once ({what}); "
-                    f"{without_stacking(self.config)}"
+                    f"stacked-runs: {', '.join(options)} of {type(method).__name__} differs "
+                    "between runs, and the loss can only calculate with it, not branch on it: "
+                    "compute what depends on it in begin_round, or set stacked-runs to 1 "
+                    f"({in_one_line(error)})"
                 ) from error
+            if not OF_VMAP.search(str(error)):
+                raise
+            what = in_one_line(error).partition(". ")[0].rstrip(".")
+            where = layer_in(error, swapped) or name_of(phase.terms)
             raise ValueError(
-                f"stacked-runs: {', '.join(options)} of {type(method).__name__} differs between "
-                "runs, and the loss can only calculate with it, not branch on it: compute what "
-                f"depends on it in begin_round, or set stacked-runs to 1 ({in_one_line(error)})"
+                f"{key_of_stack(self.config)} = {num_stacked(self.config)}: {where} cannot be "
+                f"computed for several clients at once ({what}); {without_stacking(self.config)}"
             ) from error
         terms, observed = made if phase.observe else (made, None)  # [g, ...] each
         if self.names:  # a phase may train nothing and only observe
@@ -519,19 +521,16 @@ def train_phases(
                     observe(step, pytree.tree_map(operator.itemgetter(row), observed))
     for n, model in enumerate(stack.models):
         model.load_state_dict({name: array[n] for name, array in stack.arrays.items()})
-    sums = list(stack.sums.values())
-    totals = dict(zip(stack.sums, torch.stack(sums).tolist() if sums else [], strict=True))
-    return [
-        Descent(
-            {
-                name: total[n] / sum(map(len, plan.index))
-                for name, total in totals.items()
-                if name in names[n]
-            },
-            rates[n],
-        )
-        for n, plan in enumerate(plans)
-    ]
+    totals: dict[str, list[float]] = {}  # of each loss term, by client
+    if stack.sums:
+        in_one_copy = torch.stack(list(stack.sums.values())).tolist()
+        totals = dict(zip(stack.sums, in_one_copy, strict=True))
+    descents = []
+    for n, plan in enumerate(plans):
+        num_samples = sum(map(len, plan.index))
+        means = {name: totals[name][n] / num_samples for name in totals if name in names[n]}
+        descents.append(Descent(means, rates[n]))
+    return descents
 
 
 def clients_that_fit(

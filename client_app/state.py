@@ -83,9 +83,10 @@ class StateMemory:
 
         The dicts are the caller's own, as if read from a file.
         """
-        versions = self.newest.get(folder), self.replaced.get(folder)
-        found = (groups for r, groups in filter(None, versions) if r < before_round)
-        return next(({group: dict(a) for group, a in groups.items()} for groups in found), None)
+        for version in (self.newest.get(folder), self.replaced.get(folder)):
+            if version and version[0] < before_round:
+                return {group: dict(arrays) for group, arrays in version[1].items()}
+        return None
 
     def save(self, folder: Path, round_: int, groups: Groups) -> None:
         """Hold this version in memory."""
@@ -172,7 +173,8 @@ class StateFolder:
                     log.warning(
                         "%s is older than round %d, in which this client's update was aggregated: "
                         "the state since then is lost",
-                        *(path, last_accepted_round),
+                        path,
+                        last_accepted_round,
                     )
                 return groups
             if self.reads_only:
@@ -196,13 +198,12 @@ class StateFolder:
                     "state"
                 )
         if lost:
-            found = [reset_record.fullmatch(p.name) for p in self.folder.glob("*-*")]
             self._refuse_unless_allowed(
                 lost,
                 remedy,
                 to="let it start again without state",
                 then="the client starts again without state",
-                was_allowed=before_round <= max((int(m[1]) for m in found if m), default=0),
+                was_allowed=before_round <= self._last_reset_round(),
             )
         return {}
 
@@ -280,6 +281,11 @@ class StateFolder:
             if self.run_id and path.read_text(errors="replace") == self.run_id:
                 return path.parent.parent.name
         return ""
+
+    def _last_reset_round(self) -> int:
+        """The last round that followed a reset, by the files it left; 0 if there was none."""
+        found = (reset_record.fullmatch(path.name) for path in self.folder.glob("*-*"))
+        return max((int(match[1]) for match in found if match), default=0)
 
     def _is_of_another_run(self) -> bool:
         """Whether this folder is known to be of another run than `run_id`."""

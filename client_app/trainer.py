@@ -51,18 +51,19 @@ class MeanTerms:
         }
 
     def fault(self) -> str:
-        """The term that was the first not to be finite, its value and its step; "" if none was.
+        """The first term that was not finite, with its value and step; "" if none is at fault.
 
-        "" also where all were not finite at once after the first step, as after a step that was too
-        long: then the weights are at fault. Of the first 100 steps.
+        If all terms became infinite or NaN in the same step, after the first, the step before it
+        was too long: the weights are at fault, not a term. Only the first 100 steps are searched.
         """
         for number, sums in enumerate(self.first_sums, start=1):
             values = torch.stack(sums).tolist()
             bad = [n for n, value in enumerate(values) if not math.isfinite(value)]
+            if len(bad) == len(values) and number > 1:
+                return ""
             if bad:
                 name = list(self.sums)[bad[0]]
-                is_weights = len(bad) == len(values) and number > 1
-                return "" if is_weights else f"`{name}` is {values[bad[0]]} in step {number}"
+                return f"`{name}` is {values[bad[0]]} in step {number}"
         return ""
 
 
@@ -77,9 +78,8 @@ class Duration:
         """Whether any sample comes up more than once."""
         if self.unit == "epochs":
             return self.count > 1
-        return self.count * batch_size_for(len(ctx.train_samples), ctx.config.train) > len(
-            ctx.train_samples
-        )
+        num_samples = len(ctx.train_samples)
+        return self.count * batch_size_for(num_samples, ctx.config.train) > num_samples
 
 
 @dataclass(frozen=True)
@@ -190,8 +190,8 @@ def train_phase(ctx: RoundContext, phase: Phase) -> Descent:
                 phase.observe(step, observed)
             sums.add(terms, len(step.y))
     means = sums.read()
-    if not all(map(math.isfinite, means.values())):
-        ctx.faults.extend(filter(None, [sums.fault()]))
+    if not all(map(math.isfinite, means.values())) and (fault := sums.fault()):
+        ctx.faults.append(fault)
     return Descent(means, rates)
 
 

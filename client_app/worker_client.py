@@ -56,12 +56,10 @@ def send_to_worker(path: str, message: Message, context: Context) -> RecordDict 
 def run_and_round(message: Message) -> str:
     """The run and round that a message belongs to, for the log."""
     record = message.content.config_records.get("round")
-    run = str(record.get("run-dir", "")) if record else ""
-    return (
-        in_one_line(f"run {Path(run).name}, round {record.get('round')!r}", 200)
-        if record and run
-        else "the roster query"
-    )
+    if not record or not record.get("run-dir"):
+        return "the roster query"
+    run = Path(str(record["run-dir"])).name
+    return in_one_line(f"run {run}, round {record.get('round')!r}", 200)
 
 
 def answer_timeout_s(message: Message) -> float:

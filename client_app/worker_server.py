@@ -178,14 +178,17 @@ class WorkerProcess:
         if isinstance(content, Error):
             request.is_last = content.code == GPU_LOST
             return error_frames(str(content.reason), content.code)
-        self.note_round(message, client_name(context.node_config))
+        client = client_name(context.node_config)
+        self.note_round(message, client)
         if message.metadata.message_type == MessageType.TRAIN:
             metrics = content.metric_records["metrics"]  # without the time where it is withheld
             seconds = f", in {metrics['seconds']:.1f} s" if "seconds" in metrics else ""
             log.info(
                 "%s: client %s: trained on %s, %s%s",
-                *(run_and_round(message), client_name(context.node_config)),
-                *(num_of("sample", metrics["num-examples"]), num_of("step", metrics["num-steps"])),
+                run_and_round(message),
+                client,
+                num_of("sample", metrics["num-examples"]),
+                num_of("step", metrics["num-steps"]),
                 seconds,
             )
         return [b"{}", to_bytes(content)]
@@ -203,7 +206,9 @@ class WorkerProcess:
             if last_accepted_round_of(message) < trained:
                 log.warning(
                     "%s: client %s: the server did not aggregate the update of round %d",
-                    *(run_and_round(message), client, trained),
+                    run_and_round(message),
+                    client,
+                    trained,
                 )
         if is_training:
             self.trained[client] = run, round_
@@ -418,7 +423,10 @@ def main() -> int:
         return 1
     log.info(
         "ready at %s, process id %d, code %s, device %s",
-        *(arguments.socket, os.getpid(), process.code, device),
+        arguments.socket,
+        os.getpid(),
+        process.code,
+        device,
     )
     old_state = OldState(clients_folder(), arguments.keep_days)
     threading.Thread(target=old_state.watch, daemon=True).start()

@@ -79,9 +79,10 @@ class FedPAC(Method):
         named = [f"{client} ({n})" for client, n in lacking.items() if n]
         if not named:
             return ""
+        verb = "lacks" if len(named) == 1 else "lack"
         return (
-            f"fedpac: {len(named)} of {num_of('client', lacking)} "
-            f"lack{'s' * (len(named) == 1)} classes: {shortened(named)}. "
+            f"fedpac: {len(named)} of {num_of('client', lacking)} {verb} classes: "
+            f"{shortened(named)}. "
             "For these classes their rows of h are zero, and the prototypes come from other clients"
         )
 
@@ -131,9 +132,13 @@ class FedPAC(Method):
         )
         trained_sums, _ = class_sums(model, ctx.train_samples)
         own_head = head_of(model)
-        extra = {f"head.{name}": array for name, array in own_head.items()}
-        extra |= {"h": h, "v": v.reshape(1), "means": class_means(trained_sums, counts)}
-        extra["counts"] = counts
+        extra = {
+            **{f"head.{name}": array for name, array in own_head.items()},
+            "h": h,
+            "v": v.reshape(1),
+            "means": class_means(trained_sums, counts),
+            "counts": counts,
+        }
         return Update(
             extractor_of(model),
             head.num_steps + extractor.num_steps,
