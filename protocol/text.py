@@ -51,7 +51,8 @@ def num_of(noun: str, things: Sized | float, plural: str = "") -> str:
 
 def size_of_data(num_train: int, num_test: int, shape: Sequence[int], num_classes: int) -> str:
     """The numbers of images, their shape and the number of classes, in words."""
-    images = f"{num_train:,} training and {num_test:,} test image{'s' * (num_test != 1)}"
+    noun = "image" if num_test == 1 else "images"
+    images = f"{num_train:,} training and {num_test:,} test {noun}"
     return f"{images}, {' x '.join(map(str, shape))}, {num_of('class', num_classes, 'classes')}"
 
 

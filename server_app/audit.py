@@ -122,8 +122,9 @@ def audit_problem(
         previous = written
         if line.get("event") == "fault":
             fault = fault or in_one_line(line.get("reason"))
+        if line.get("event") == "sent":
+            sent.add(line.get("round"))
         ends.append((number, written))
-        sent |= {line.get("round")} if line.get("event") == "sent" else set()
     recorded = {line["round"] for line in whole_lines(directory)[0]}
     if missing := sorted(n for n in recorded - sent if not starts or n >= starts[0]):
         return f"{AUDIT_FILE}: round {missing[0]} of the history is not in it: its end was cut off"

@@ -290,10 +290,9 @@ def wait_for_nodes(
     expected, next_line = max(1, num_clients), 0.0
     nodes = sorted(grid.get_node_ids())
     while len(nodes) < expected:
-        away = shortened(sorted(n for node, n in (names or {}).items() if node not in nodes))
-        what = f"{len(nodes)} of {expected} connected" + (
-            f"; not connected: {away}" if away else ""
-        )
+        what = f"{len(nodes)} of {expected} connected"
+        if away := sorted(name for node, name in (names or {}).items() if node not in nodes):
+            what += f"; not connected: {shortened(away)}"
         if time.monotonic() > deadline:
             hint = f"; start with --federation-config 'num-supernodes={expected}'"
             what += hint if is_in_process_grid(grid) else "; raise start-timeout, or start them"

@@ -162,7 +162,8 @@ class Exchange:
         def sent_again(node: int, to: int) -> bool:
             before_resend(node)
             sent: dict[str, int] = {}
-            about, ttl = asked[node].metadata, max(1.0, deadline - time.monotonic())
+            about = asked[node].metadata
+            ttl = max(1.0, deadline - time.monotonic())
             again = Message(
                 asked[node].content, dst_node_id=to, message_type=about.message_type, ttl=ttl
             )
@@ -205,8 +206,8 @@ class Exchange:
                 if code == NODE_UNAVAILABLE and reply.metadata.src_node_id == SUPERLINK_NODE:
                     reason = reply.error.reason or "its SuperNode went away"
                     note_gone(source, failure(asked[source], reason, NODE_UNAVAILABLE))
-                elif code in UNDELIVERED and TOO_LARGE in (reason := reply.error.reason or ""):
-                    bound = reason.partition(TOO_LARGE)[2].strip()
+                elif code in UNDELIVERED and TOO_LARGE in (reply.error.reason or ""):
+                    bound = str(reply.error.reason).partition(TOO_LARGE)[2].strip()
                     reason = in_one_line(f"the reply has {TOO_LARGE} {bound}")
                     settle(source, failure(asked[source], reason))
                 elif code in UNDELIVERED and self.pulls:  # another pull may just have taken it
@@ -267,8 +268,9 @@ class Exchange:
         if is_in_process_grid(self.grid):
             return list(self.grid.pull_messages(message_ids)) if message_ids else []
         now = time.monotonic()
-        is_slow = now - max(self.pulls.values(), default=now - 2 * SLOW_PULL_S) > SLOW_PULL_S
-        if message_ids and is_slow and len(self.pulls) < MAX_PULLS:
+        # another pull is started only beside slow ones
+        are_slow = all(now - started > SLOW_PULL_S for started in self.pulls.values())
+        if message_ids and are_slow and len(self.pulls) < MAX_PULLS:
             number = next(self.numbers)
             self.pulls[number] = now
             groups = [[each] for each in message_ids] if self.one_by_one else [message_ids]
@@ -280,7 +282,8 @@ class Exchange:
                 number, replies, errors = self.pulled.get(timeout=wait_s)
             except queue.Empty:
                 return found
-            is_current, wait_s = self.pulls.pop(number, None) is not None, 0.0
+            is_current = self.pulls.pop(number, None) is not None
+            wait_s = 0.0  # for what else has arrived
             found += replies
             for error in errors:
                 if is_current and ends_run(error):

@@ -363,7 +363,8 @@ def run_rounds(
     def finish_round(beside_training: bool = False) -> None:
         nonlocal arrays, trained
         if trained:
-            newest, trained, started = trained, None, time.monotonic()
+            started = time.monotonic()
+            newest, trained = trained, None  # before the call: after an error it is not repeated
             line = record_round(run, newest, beside_training)
             arrays = newest.arrays
             reporter.round_done(line)

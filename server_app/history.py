@@ -232,7 +232,9 @@ class HistoryReader:
         while self._num_named > MAX_ALL_NAMED:
             old = self.lines[self._num_nameless]
             self._num_named -= num_named(old)
-            old |= {key: type(old[key])() for key in NAMED if old.get(key)}
+            for key in NAMED:
+                if old.get(key):
+                    old[key] = {} if isinstance(old[key], dict) else []
             self._num_nameless += 1
 
     def full(self, index: int) -> Line:
@@ -363,12 +365,11 @@ def without_clients(line: Mapping[str, Any]) -> Line:
 
 def without_accuracies(line: Mapping[str, Any]) -> Line:
     """A line without each client's accuracies."""
-    return {
-        key: {n: v for n, v in value.items() if n != "clients"}
-        if key in PER_CLIENT and isinstance(value, dict)
-        else value
-        for key, value in line.items()
-    }
+    short = dict(line)
+    for key in PER_CLIENT:
+        if isinstance(value := line.get(key), dict):
+            short[key] = {name: each for name, each in value.items() if name != "clients"}
+    return short
 
 
 def curve(history: Sequence[Mapping[str, Any]], key: str, name: str) -> list[tuple[int, float]]:

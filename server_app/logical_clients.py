@@ -26,10 +26,11 @@ MIN_TAIL = 4  # clients per worker, at least, to send some of them later
 
 
 def place(times: Sequence[float], seconds_per_unit: Sequence[float]) -> list[list[int]]:
-    """The places in `times` that each worker takes: it would finish them first, longest ones first.
+    """Assign clients to workers; returns each worker's places in `times`.
 
-    seconds_per_unit: of `times`, by worker. The makespan is at most 4/3 - 1/(3 W) of the optimum if
-    all are equal (Graham 1969), 5/3 if not (Friesen 1987).
+    Longest first, each client goes to the worker that would finish it first. seconds_per_unit: of
+    `times`, by worker. The round takes at most 4/3 - 1/(3 W) of the shortest possible time if the W
+    workers are equally fast (Graham 1969), 5/3 if not (Friesen 1987).
     """
     shares: list[list[int]] = [[] for _ in seconds_per_unit]
     free_s = [0.0] * len(seconds_per_unit)

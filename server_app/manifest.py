@@ -109,10 +109,11 @@ def begin_manifest(
 ) -> None:
     """Write the manifest before the first round, or update it on a resume.
 
-    A damaged one does not stop a resume. Versions stay those of the noted rounds. code, keel,
-    machines: all that worked on the run; the machines of sites are not known here. data: the digest
-    of a simulation's data set. workers: those of Flower's simulation. stacked: the runs that this
-    one trains with (stacked_runs.py). precisions: what "auto" resolved to, on the
+    A resume adds its code, version of Keel and machines to those of earlier calls; the field
+    `versions` stays as it was for the noted rounds. A damaged manifest does not stop a resume.
+
+    split, data: digests; data: "" in a deployment. workers: of Flower's simulation. stacked: the
+    runs that this one trains with (stacked_runs.py). precisions: what "auto" resolved to, on the
     simulation's workers or else here; empty if the run sets another precision. trains: whether
     rounds are left: code that only completes a run is not noted.
     """

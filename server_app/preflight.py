@@ -5,7 +5,6 @@ packages, processor and data it has, and whether it shares the directory that th
 in. What would give another model is refused; what changes the last bits is a warning.
 """
 
-import itertools
 import logging
 import secrets
 from collections import Counter
@@ -174,13 +173,13 @@ def worker_warnings(workers: Sequence[WorkerOnNode], server: MachineReport) -> l
     for found, own, advice in compared:
         [(usual, _), *others] = Counter(found).most_common() or [("", 0)]
         if others:
-            by_node = zip(workers, found, strict=True)
-            nodes = {each.node: has for each, has in by_node if has != usual}
-            some = itertools.islice(nodes.items(), 5)
-            listed = "; ".join(f"{node} has {has}" for node, has in some)
+            differing = {
+                worker.node: has for worker, has in zip(workers, found, strict=True) if has != usual
+            }
+            listed = [f"{node} has {has}" for node, has in differing.items()][:5]
             warnings.append(
-                f"workers differ: {listed}; the others have {usual}. The bits of the result "
-                f"depend on which worker trains whom{advice}"
+                f"workers differ: {'; '.join(listed)}; the others have {usual}. The bits of the "
+                f"result depend on which worker trains whom{advice}"
             )
         if own and usual and own not in found and not (kinds - {device}):
             warnings.append(

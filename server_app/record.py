@@ -23,10 +23,11 @@ def training_fields(
     """The part of a line that is about training.
 
     weights: of the accepted replies' losses; their numbers of examples, capped as in the average.
-    known_terms: the names of the run's losses so far, with the most clients that sent each in one
-    round. Names of this round are added up to MAX_LOSS_TERMS, those sent by the most clients first;
-    beyond that, one of several clients replaces one that only single clients have sent, so that no
-    single client can keep out a term that comes later. Others are not recorded.
+    known_terms: the names of the run's losses so far, with the largest number of clients that sent
+    each in one round; changed in place. New names are added, those that most clients sent first,
+    up to MAX_LOSS_TERMS in all. Once there are so many, a new name that several clients sent
+    replaces one that never more than one client sent: a single client must not keep out a term
+    that comes later. The losses under other names are not recorded.
     """
     senders = Counter(n for r in report.accepted for n in r.metrics if n.startswith("loss."))
     for name in senders.keys() & known_terms.keys():
@@ -49,12 +50,7 @@ def training_fields(
         values, counts = zip(*pairs, strict=True)
         if any(counts):
             losses[name.removeprefix("loss.")] = float(np.average(values, weights=counts))
-    old_state = {
-        reply.client: int(state_round)
-        for reply in report.accepted
-        if 1 <= (state_round := reply.metrics.get("old-state", 0)) < server_round
-    }
-    return {
+    fields = {
         "round": server_round,
         "participants": [reply.client for reply in report.accepted],
         "left_out": report.left_out,
@@ -67,7 +63,15 @@ def training_fields(
         "client_cpu_seconds": round(
             sum(r.metrics.get("cpu-seconds", 0.0) for r in report.accepted), 4
         ),
-    } | ({"old_state": old_state} if old_state else {})
+    }
+    old_state = {}
+    for reply in report.accepted:
+        state_round = reply.metrics.get("old-state", 0)
+        if 1 <= state_round < server_round:  # the client may state any number
+            old_state[reply.client] = int(state_round)
+    if old_state:
+        fields["old_state"] = old_state
+    return fields
 
 
 def client_fields(replies: list[TrainReply], method: Method) -> dict[str, Any]:

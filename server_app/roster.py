@@ -91,14 +91,18 @@ def count_warnings(config: RunConfig, entries: Sequence[RosterEntry]) -> list[st
     outliers = count_outliers(counts, config.rounds.max_weight_share)
     total = sum(entry.num_examples for entry in entries) or 1
     share = max(config.rounds.max_weight_share, 1 / len(entries))
-    return [
-        f"client {client} declares {num_of('training sample', count)}, {count / total:.1%} of all "
-        f"(the median is {median}); it weighs at most max-weight-share = {share:.2g} of a round"
-        + ", and not at all with an update that opposes the others'"
-        * (client in outliers)
-        for client, count in sorted(counts.items())
-        if client in outliers or count > share * total * (1 + 1e-9)
-    ]
+    warnings = []
+    for client, count in sorted(counts.items()):
+        is_outlier = client in outliers
+        if not is_outlier and count <= share * total * (1 + 1e-9):
+            continue
+        more = ", and not at all with an update that opposes the others'" if is_outlier else ""
+        warnings.append(
+            f"client {client} declares {num_of('training sample', count)}, {count / total:.1%} of "
+            f"all (the median is {median}); it weighs at most max-weight-share = {share:.2g} of a "
+            f"round{more}"
+        )
+    return warnings
 
 
 def check_widths(config: RunConfig, widths: Counter[tuple[str, int]], source: Source) -> None:
@@ -155,12 +159,12 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
     """
     num_clients, entries = config.rounds.num_clients, list(roster.values())
     if num_clients and len(entries) > num_clients:
-        is_simulated = any(entry.num_partitions for entry in entries)
-        hint = f"start with --federation-config 'num-supernodes={num_clients}'"
+        hint = "stop the surplus ones"
+        if any(entry.num_partitions for entry in entries):  # a simulation
+            hint = f"start with --federation-config 'num-supernodes={num_clients}'"
         raise ValueError(
-            f"num-clients = {num_clients}, but {len(entries)} SuperNodes are connected: "
-            f"{hint if is_simulated else 'stop the surplus ones'}, or set "
-            f"num-clients={len(entries)}"
+            f"num-clients = {num_clients}, but {len(entries)} SuperNodes are connected: {hint}, or "
+            f"set num-clients={len(entries)}"
         )
     [(name, count), *_] = Counter(e.client for e in entries).most_common(1)
     if count > 1:
@@ -175,7 +179,9 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
     for entry in by_name:
         if entry.num_examples == 0:
             raise ValueError(f"client {entry.client} has no training samples")
-        num_classes = len(entry.label_counts) or (source.num_classes if are_withheld else 0)
+        num_classes = len(entry.label_counts)
+        if are_withheld and not entry.label_counts:
+            num_classes = source.num_classes  # as it cannot be compared
         convert = "set image-size and channels, to which every client converts its images"
         for what, value, expected, advice in (
             ("image shape", entry.image_shape, list(source.image_shape), convert),

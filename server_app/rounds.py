@@ -360,7 +360,9 @@ def record_round(run: Run, trained: Trained, beside_training: bool = False) -> L
     if server_round == rounds.num_rounds or server_round % rounds.checkpoint_interval == 0:
         saved = run.directory.save_checkpoint(checkpoint, model)
     if server_round <= NUM_NOTED_ROUNDS:
-        noted = saved if saved and RELEASES not in trained.state else checkpoint.noted_digest(model)
+        noted = saved
+        if not saved or RELEASES in trained.state:  # which the noted digest leaves out
+            noted = checkpoint.noted_digest(model)
         note_round(run.directory.path, run.config, server_round, noted)
     return line
 

@@ -185,22 +185,19 @@ class RunDirectory:
         return {RELEASES: torch.tensor([*counts], dtype=torch.uint8)}
 
     def restore_releases(self, state: Arrays) -> None:
-        """Complete the releases before a resume: audit log, history, and the checkpoint's `state`.
+        """Complete releases.jsonl before a resume, so that no release is forgotten.
 
-        Where the file has fewer (deleted, cut short), the difference is appended to it, and one
-        more for each client: a round may have been under way. Only the audit log has rounds that an
-        earlier resume repeated before its next checkpoint.
+        Each client's releases are counted in the audit log, the history and the checkpoint's
+        `state`; the largest number counts. Where the file has fewer (deleted, cut short), the
+        difference is appended to it, and one more for each client: a round may have been under way.
+        Only the audit log has rounds that an earlier resume repeated before its next checkpoint.
         """
-        seen = json.loads(bytes(state[RELEASES].tolist())) if RELEASES in state else {}
-        rounds = Counter[str](
-            client
-            for line in whole_lines(self.path)[0]
-            for client in {
-                *(name for name in line.get("participants", []) if isinstance(name, str)),
-                *line.get("left_out", []),
-            }
-        )
-        known = Counter[str](seen) | rounds | released_clients(self.path)
+        in_checkpoint = json.loads(bytes(state[RELEASES].tolist())) if RELEASES in state else {}
+        in_history = Counter[str]()
+        for line in whole_lines(self.path)[0]:
+            participants = (name for name in line.get("participants", []) if isinstance(name, str))
+            in_history.update({*participants, *line.get("left_out", [])})
+        known = Counter[str](in_checkpoint) | in_history | released_clients(self.path)
         self._releases = self.release_counts()
         missing = known - self._releases
         if missing:
@@ -211,8 +208,9 @@ class RunDirectory:
             )
             missing += Counter(known.keys())
             names = sorted(missing)
+            # a line for each release, not one for all: damage to a line counts as one release
             cohorts = ([c for c in names if missing[c] > n] for n in range(max(missing.values())))
-            self.append_releases(0, *cohorts)  # damage to a line counts as one release
+            self.append_releases(0, *cohorts)
 
     def save_checkpoint(self, checkpoint: Checkpoint, model: str) -> str:
         """Write this round's checkpoint and delete all others except the one before; its digest.
@@ -245,9 +243,8 @@ class RunDirectory:
         """
         check_has_state(self.path)
         lines, faults = whole_lines(self.path)
-        is_due = len(lines) + len(faults) > interval or any(
-            line["round"] > interval for line in lines
-        )
+        num_done = max([len(lines) + len(faults), *(line["round"] for line in lines)])
+        is_due = num_done > interval
         return is_due or any((self.path / "checkpoints").glob("round-*"))
 
     def newest_checkpoint(self, expected: Arrays, model: str) -> Checkpoint:

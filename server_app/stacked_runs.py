@@ -295,17 +295,21 @@ def rewind(paths: Sequence[Path], config: RunConfig) -> dict[int, Outcome]:
     has_finished = [status == "finished" for status in statuses]
     rounds = [resume_rounds(path, config.rounds.checkpoint_interval) for path in paths]
     under_way = [n for n in range(len(paths)) if not (has_failed[n] or has_finished[n])]
-    common = set.intersection(*(rounds[n] for n in under_way)) if under_way else {-1}
-    if not common or (any(has_finished) and under_way and max(common) < config.rounds.num_rounds):
-        listed = "; ".join(
-            f"{path.name}: {'finished' if done else ', '.join(map(str, sorted(own))) or 'none'}"
-            for path, own, done in zip(paths, rounds, has_finished, strict=True)
-        )
+    start: int | None = -1  # where none is under way, all have ended
+    if under_way:
+        start = max(set.intersection(*(rounds[n] for n in under_way)), default=None)
+    repeats_none = bool(under_way) and any(has_finished)  # a finished run does not train again
+    if start is None or (repeats_none and start < config.rounds.num_rounds):
+        found = []
+        for path, own, is_over in zip(paths, rounds, has_finished, strict=True):
+            own_rounds = ", ".join(map(str, sorted(own))) or "none"
+            found.append(f"{path.name}: {'finished' if is_over else own_rounds}")
         raise ValueError(
-            f"stacked-runs: there is no round of which all runs have a checkpoint ({listed}): "
-            "restore their checkpoints, or start the unfinished runs again from round 1"
+            "stacked-runs: there is no round of which all runs have a checkpoint "
+            f"({'; '.join(found)}): restore their checkpoints, or start the unfinished runs again "
+            "from round 1"
         )
-    start, ended = max(common), dict[int, Outcome]()
+    ended: dict[int, Outcome] = {}
     for n, path in enumerate(paths):
         if has_finished[n]:
             ended[n] = path

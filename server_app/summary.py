@@ -4,7 +4,6 @@ It has all that a list of runs shows, so that no reader has to open the history.
 """
 
 import errno
-import itertools
 import json
 import logging
 import shutil
@@ -113,13 +112,15 @@ def headline(results: Mapping[str, Any]) -> dict[str, Any]:
 def privacy_text(privacy: Mapping[str, Any]) -> str:
     """The privacy statement of a summary in one line. Raises one of DAMAGE if it is damaged."""
     release, composed = privacy["per_release"], privacy["composed"]
-    small = privacy["composed_at_small_delta"]
-    at_small_delta = f" (epsilon {small['epsilon']:.2f} at delta {small['delta']})"
-    return (
+    text = (
         f"epsilon {release['epsilon']}, delta {release['delta']} a release; composed over "
         f"{privacy['releases']} releases: epsilon {composed['epsilon']:.2f}, delta "
-        f"{composed['delta']}{at_small_delta * (small['delta'] < composed['delta'])}"
+        f"{composed['delta']}"
     )
+    small = privacy["composed_at_small_delta"]
+    if small["delta"] < composed["delta"]:
+        text += f" (epsilon {small['epsilon']:.2f} at delta {small['delta']})"
+    return text
 
 
 def read_config_file(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -178,15 +179,14 @@ def read_summary(directory: Path) -> dict[str, Any]:
         config, _ = read_config_file(directory)
         roster = directory / "roster.json"
         try:
+            has_ended = summary["status"] not in ("starting", "running")
             summary = {
                 **about_config(config),
                 "rounds": 0,
                 **headline(summary.get("results", {})),
                 "clients": num_listed(json.loads(roster.read_text())) if roster.exists() else None,
                 "started": iso_time((directory / "config.json").stat().st_mtime),
-                "ended": None
-                if summary["status"] in ("starting", "running")
-                else iso_time(path.stat().st_mtime),
+                "ended": iso_time(path.stat().st_mtime) if has_ended else None,
                 **summary,
             }
         except DAMAGE as error:
@@ -202,12 +202,20 @@ def runs_directory(config: RunConfig) -> Path:
 def new_path(config: RunConfig) -> Path:
     """A path for a run directory, named by run-name, else by time, method and data.
 
-    ValueError if the path that `run-name` says exists.
+    A number is appended to the latter if such a path exists. ValueError if the path that `run-name`
+    says exists.
     """
-    rounds, source = config.rounds, config.data.source.partition(":")[0]
-    name = rounds.run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{rounds.method}-{source}"
-    paths = (runs_directory(config) / f"{name}{f'-{n}' if n else ''}" for n in itertools.count())
-    path = next(path for path in paths if rounds.run_name or not path.exists())
+    rounds, parent = config.rounds, runs_directory(config)
+    if not rounds.run_name:
+        source = config.data.source.partition(":")[0]
+        stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{rounds.method}-{source}"
+        path, number = parent / stem, 0
+        while path.exists():
+            number += 1
+            path = parent / f"{stem}-{number}"
+        return path
+    name = rounds.run_name
+    path = parent / name
     if path.exists():
         remedy = f"continue that run with `keel resume {name}`"
         if is_over(path):
@@ -274,15 +282,16 @@ def lacking_rounds(history: Sequence[Line]) -> str:
 def check_has_rounds_left(directory: Path, num_rounds: int) -> None:
     """ValueError, one line, if a resume up to this round would do nothing or undo rounds.
 
-    One with no rounds left completes a run that ended before its last files were written. If it has
-    finished with `keep-state = false`, state that a kill left is removed.
+    A resume without rounds left is allowed for a run that ended before its last files were written.
+    Of a run that has finished with `keep-state = false`, state that a kill left is removed here.
     """
     done = max((line["round"] for line in whole_lines(directory)[0]), default=0)
     if has_finished(directory):
-        if num_rounds <= done or not any((directory / "checkpoints").glob("round-*")):
-            flat, _ = read_config_file(directory)
-            if not flat["keep-state"] and done == flat["num-rounds"]:  # its history is whole
-                remove_state(directory, done, method_spec(flat["method"]).is_personal)
+        flat, _ = read_config_file(directory)
+        is_whole = done == flat["num-rounds"]
+        cannot_continue = num_rounds <= done or not any((directory / "checkpoints").glob("round-*"))
+        if is_whole and cannot_continue and not flat["keep-state"]:
+            remove_state(directory, done, method_spec(flat["method"]).is_personal)
         check_has_state(directory)
         if num_rounds <= done:
             raise ValueError(

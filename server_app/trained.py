@@ -21,6 +21,7 @@ from client_app.samples import Pixels
 from client_app.setup import build_network
 from client_app.state import StateFolder
 from models import StagedModel
+from protocol.config import RunConfig
 from protocol.files import digest
 from protocol.messages import Arrays, DatasetSpec
 from protocol.processes import check_not_forked
@@ -69,10 +70,11 @@ class TrainedModel:
         x = np.ascontiguousarray(images)
         if x.ndim == 3 and x.shape[-1] not in (1, 3):
             x = x[:, None]
-        last, first = (x.ndim == 4 and x.shape[axis] in (1, 3) for axis in (-1, 1))
-        if last and not first:
+        has_colours_last = x.ndim == 4 and x.shape[-1] in (1, 3)
+        has_colours_first = x.ndim == 4 and x.shape[1] in (1, 3)
+        if has_colours_last and not has_colours_first:
             x = x.transpose(0, 3, 1, 2)
-        if last == first or 0 in x.shape[1:]:
+        if has_colours_last == has_colours_first or 0 in x.shape[1:]:
             hint = "; of one image, pass image[None]" if x.ndim == 3 else ""
             raise ValueError(
                 f"images are {list(images.shape)}: expected [N, H, W], [N, H, W, C] or "
@@ -178,23 +180,8 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
         state = StateFolder(path / "clients" / client, END, reads_only=True).load(done + 1)
         own = stored_model(state, arrays, lambda: head_from_server(path, client, lines))
         if own is None:
-            why = f"there is no personal model of it under {path / 'clients'}"
-            others = sorted(p.name for p in (path / "clients").glob("*") if p.name != client)
-            why += f", which has state of {shortened(others)}" if others else ""
-            if state:
-                why = (
-                    f"its client state has the groups {', '.join(map(repr, state))}: a personal "
-                    "model is read from 'model', 'personal' or 'head'"
-                )
-            elif lines and (lost := lost_rounds(path, done, config.rounds.num_rounds)):
-                why = lost
-            if method.is_personal and not method.is_stateful:
-                why = (
-                    f"with {config.rounds.method} a client's model is made from the global one at "
-                    "each evaluation and is not stored: leave out the client"
-                )
-            if not method.is_personal:
-                why = f"{config.rounds.method} trains a global model only: leave out the client"
+            lost = lost_rounds(path, done, config.rounds.num_rounds) if lines else ""
+            why = why_not_stored(path, client, config, state, lost)
             raise NoPersonalModel(f"client = {client!r}: {why}")
         if method.is_tuned_for_evaluation():
             log.warning(
@@ -219,6 +206,30 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
             f"{path}: its model does not fit its config: {in_one_line(error, 200)}"
         ) from error
     return TrainedModel(network.eval(), Pixels(data.mean, data.std), data.class_names)
+
+
+def why_not_stored(
+    path: Path, client: str, config: RunConfig, state: Mapping[str, Arrays], lost: str
+) -> str:
+    """Why there is no model of this client in its client state. lost: see `lost_rounds`."""
+    method = method_of(config)
+    if not method.is_personal:
+        return f"{config.rounds.method} trains a global model only: leave out the client"
+    if not method.is_stateful:
+        return (
+            f"with {config.rounds.method} a client's model is made from the global one at each "
+            "evaluation and is not stored: leave out the client"
+        )
+    if state:
+        return (
+            f"its client state has the groups {', '.join(map(repr, state))}: a personal model is "
+            "read from 'model', 'personal' or 'head'"
+        )
+    if lost:
+        return lost
+    others = sorted(p.name for p in (path / "clients").glob("*") if p.name != client)
+    more = f", which has state of {shortened(others)}" if others else ""
+    return f"there is no personal model of it under {path / 'clients'}{more}"
 
 
 def spec_of(about: Mapping[str, str], path: Path) -> DatasetSpec:
