@@ -229,10 +229,10 @@ def follow(job: Job, last_round: int, terminal: Terminal, flower: "FlowerRun") -
     """Report what appears in the run directory until the run ends: workers, warnings, rounds."""
     directory = job.directory
     assert directory is not None
-    has_begun, has_workers, is_over, replies = False, False, False, flower.replies
-    reader = HistoryReader(directory / HISTORY_FILE)
-    warnings, manifest = WarningReader(directory), directory / "manifest.json"
-    summary_path = directory / SUMMARY_FILE
+    reader, warnings = HistoryReader(directory / HISTORY_FILE), WarningReader(directory)
+    manifest, summary_path = directory / "manifest.json", directory / SUMMARY_FILE
+    replies = flower.replies
+    has_begun = has_workers = is_over = False
     before = {path: modified_ns(path) for path in (manifest, summary_path)}  # what is resumed
     while not is_over:
         is_over = flower.ended.wait(POLL_S)  # read once more after the end
@@ -467,5 +467,5 @@ class FlowerRun:
                 "the run's process was ended, or lost its SuperLink or, in a simulation, its Ray "
                 "cluster; `keel status` on its machine may have the reason"
             )
-        found = [*errors[-1:], *raised, last][0]
-        return re.sub(r"^(.* error: |Error: )", "", found)
+        by_precedence = [*errors[-1:], *raised, last]
+        return re.sub(r"^(.* error: |Error: )", "", by_precedence[0])

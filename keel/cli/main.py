@@ -246,7 +246,7 @@ def line_of_import(error: Exception) -> str:
 
 
 def explained(error: click.ClickException) -> str:
-    """What is wrong and what the user may have meant: a config key, or the nearest choice."""
+    """What is wrong, and what the user may have meant: a config key, or the nearest choice."""
     text = error.format_message()
     if isinstance(error, click.UsageError) and error.ctx and text.startswith("No such command"):
         lists = f" `{error.ctx.command_path} --help` lists all commands."

@@ -347,7 +347,10 @@ def with_clients(
     if resumed or "num-clients" in overrides:
         what = "a resumed run keeps its number" if resumed else "set only one of them"
         raise ValueError(f"clients = {clients}, but num-clients = {expected}: {what}")
-    return {**overrides, **({"num-clients": clients} if expected else {})}, clients
+    changed = dict(overrides)
+    if expected:
+        changed["num-clients"] = clients
+    return changed, clients
 
 
 def new_directory(config: RunConfig) -> Path:

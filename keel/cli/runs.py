@@ -264,7 +264,9 @@ def stop(run: Annotated[str, typer.Argument(show_default=False)] = "") -> None:
         raise ValueError(f"{saved.name} is not running: {saved.state}")
     pid = lock_holder(engine_lock if is_locked(engine_lock) else saved.directory / LOCK_FILE)
     if pid is None:
-        raise RuntimeError(f"cannot determine which process writes {saved.directory}")
+        raise RuntimeError(
+            f"cannot determine which process writes {saved.directory}: press Ctrl-C where it runs"
+        )
     if not is_flower(pid):
         os.kill(pid, signal.SIGINT)
     elif not end_abandoned(engine_lock.parent):  # its `keel run` was killed

@@ -14,9 +14,8 @@ timeout_s = 10.0
 inside_timeout_s = 1800.0  # the data may be decoded for the first time
 # compose services of a machine; the doctor's own checks run in the last one
 services = {"client": ("supernode", "executor", "worker"), "server": ("superlink", "serverapp")}
-no_daemon = re.compile(
-    "is the docker daemon running|if the daemon is running", re.IGNORECASE
-)  # Docker's words
+# Docker's words
+no_daemon = re.compile("is the docker daemon running|if the daemon is running", re.IGNORECASE)
 
 
 @dataclass(frozen=True, order=True)

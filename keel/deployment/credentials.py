@@ -41,8 +41,15 @@ default_names = ("localhost", "127.0.0.1", "superlink")  # health check; the nam
 reserved_names = ("ca", "server", "local")  # the last: of `make deploy-local`
 client_name = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 key_usages = (  # every argument of x509.KeyUsage
-    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment"),
-    *("key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+    "digital_signature",
+    "content_commitment",
+    "key_encipherment",
+    "data_encipherment",
+    "key_agreement",
+    "key_cert_sign",
+    "crl_sign",
+    "encipher_only",
+    "decipher_only",
 )
 backdated = datetime.timedelta(hours=1)  # for clocks that are behind
 min_validity = datetime.timedelta(days=30)  # of a certificate, before it is warned about
@@ -216,11 +223,8 @@ def certificate_problem(path: Path, now: datetime.datetime) -> str:
     if last - now >= min_validity:
         return ""
     when = f"expired on {last:%Y-%m-%d}" if now > last else f"expires soon, on {last:%Y-%m-%d}"
-    way_out = (
-        new_ca
-        if found.issuer == found.subject  # a CA
-        else "`keel deploy credentials --renew`"
-    )
+    is_ca = found.issuer == found.subject
+    way_out = new_ca if is_ca else "`keel deploy credentials --renew`"
     return f"{path} {when}: {way_out}"
 
 

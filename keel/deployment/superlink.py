@@ -169,10 +169,11 @@ def environment(flwr_home: Path | None) -> dict[str, str]:
 
     flwr_home: Flower's home; None: the user's.
     """
+    own_home = {"FLWR_HOME": str(flwr_home)} if flwr_home else {}
     return {
         **os.environ,
+        **own_home,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-        **({"FLWR_HOME": str(flwr_home)} if flwr_home else {}),
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # Flower's own: 1 s
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",

@@ -116,8 +116,11 @@ def refuse_loss(
     gone -= {Path(name).parent for name in files}
     for attempt in sorted(gone):
         now = places.get(str(attempt.parent))
-        is_newer = now and NOTE != now.name > attempt.name and (now.parent / attempt.name).exists()
-        if is_newer or (now and attempt.name == NOTE):
+        if now is None:
+            continue
+        is_newer = now.name != NOTE and now.name > attempt.name
+        has_both = (now.parent / attempt.name).exists()
+        if attempt.name == NOTE or (is_newer and has_both):
             gone.remove(attempt)
     if gone:
         raise ValueError(
@@ -207,7 +210,8 @@ def restore_job(about: Mapping[str, Any], output: Path, source: str) -> None:
     archived = str(changes.get("source", "")) or next(iter(own), "")
     if "/" in archived:
         text = text.replace(archived, source)
-        changes |= {"source": source} if "source" in changes else {}
+        if "source" in changes:
+            changes["source"] = source
     recipe = parse_recipe(text, place)
     names = about.get("cells", [[c.row.name, c.column.name] for c in recipe.cells])
     cells = [c for c in recipe.cells if [c.row.name, c.column.name] in names]
@@ -244,9 +248,10 @@ def copies(directory: Path, archived: str = "") -> Iterator[tuple[str, str]]:
     manifest, config = read_manifest(directory), config_in(directory)
     yield "config.json", json.dumps({"config": without_folders(config, archived)})
     status = str(read_json(directory / "summary.json")["status"])
-    sign = next((sign for sign in DIVERGENCE if sign in status), "")
     short = PATH.sub("…", status)[:MAX_STATUS]
-    yield "summary.json", json.dumps({"status": short if sign in short else f"{short}: {sign}"})
+    if is_divergence(status) and not is_divergence(short):  # a reader has to see that it diverged
+        short += ": " + next(sign for sign in DIVERGENCE if sign in status)
+    yield "summary.json", json.dumps({"status": short})
     yield "manifest.json", json.dumps({key: manifest[key] for key in MANIFEST if key in manifest})
     history = read_history(directory)
     check_rounds(directory, [line["round"] for line in history])
@@ -261,7 +266,7 @@ def lines(history: Sequence[Line]) -> Iterator[dict[str, Any]]:
             if key == "left_out" or line.get(key):
                 reasons = ["not finite" if is_divergence(r) else "" for r in line[key].values()]
                 reasons.sort(reverse=True)  # a reader may see only the first
-                small[key] = dict(zip(map(str, range(len(reasons))), reasons, strict=True))
+                small[key] = {str(n): reason for n, reason in enumerate(reasons)}
         small |= {key: round(line[key], 4) for key in CLOCKS if key in line}
         small["seconds"] = {"all": round(sum(line["seconds"].values()), 4)}
         for key, name, _ in CURVES:

@@ -27,7 +27,7 @@ from keel.experiments.plan import (
 from keel.experiments.recipe import Claim, Recipe
 from keel.experiments.runs import UNKNOWN, Options, Run, run_of
 from keel.experiments.scale import steps_per_round
-from protocol.config import resolve_config
+from protocol.config import RunConfig, resolve_config
 
 CONFIDENCE = 0.95
 PER_ROUND = "seconds a round"  # what a cell takes of its runs
@@ -108,93 +108,95 @@ def _judged(
     cells = [c for name in names for c in recipe.cells if (c.row.name, c.column.name) == name]
     papers = [cell.paper for cell in cells if cell.paper is not None]
     paper_effect = papers[0] - papers[1] if len(papers) == 2 else None
-    verdict, detail = NOT_TESTED, "not run"
-    differences: list[float] = []
-    leads: list[float] = []
-    interval: tuple[float, float] | None = None
-    failures, decide = "", "runs of both sides at the paper's setting"
-    lost: list[str] = []
-    deviations: dict[str, None] = {}
-    share, read_at, num_asked = 0.0, 0, 0
-    remarks: list[str] = []
-    identity: tuple[str, ...] = (recipe.name, claim.text)
-    if len(sides) == 2:
-        differences, leads, detail = compared(claim, *sides)
-        interval = interval_of(differences) if len(differences) == len(leads) else None
-        failures = failures_of(claim, sides)
-        runs = [run_of(s.cell, s.candidate or {}, 0, options, Path()) for s in sides]
-        both = list(zip(sides, runs, strict=True))
-        deviations = dict.fromkeys(d for side, run in both for d in deviations_of(side, run))
-        named = zip((claim.left, claim.right), sides, strict=True)
-        lost = [f"{name}: {side.left_out}" for name, side in named if side.left_out]
-        share = min(share_of_steps(claim, side, run) for side, run in both)
-        read_at = max(last_round_read(side.cell, run) for side, run in both)
-        asked, tuned_on = {*options.seeds, *recipe.seeds}, {side.tuned_on for side in sides}
-        num_asked = len(asked - tuned_on) if leads else 0
-        elsewhere = elsewhere_of(sides, runs)
-        if leads:
-            remarks += [*elsewhere, *read_differently(sides)]
-        numbers = [f"{run.name} {s.cell.of} {s.cell.take}" for s, run in both]
-        identity = (*numbers, f"above {claim.is_above}, within {claim.margin}")
-    if detail != "not run":
-        machines = sorted({name for side in sides for name in side.machines})
-        lacks = lacking(sides, runs, code)
-        if lacks:
-            are_mixed = len({name for side in sides for name in side.code}) > 1
-            # `lacking` compares the code of the whole table
-            are_mixed |= lacks[0] in (OTHER_PRECISION, OTHER_DATA)
-            number = "" if are_mixed else f"; {detail}"
-            detail, decide, differences = f"no verdict on {lacks[0]}{number}", lacks[1], []
-        elif sides[0].cell.take.is_time and len(machines) > 1:
-            verdict, detail = INCONCLUSIVE, f"different machines: {', '.join(machines)}"
-            decide, differences = "runs on one machine", []
-        elif share < 1:
-            percent = "under 1%" if share < 0.01 else f"{share:.0%}"
-            what = "samples a round" if sides[0].cell.take.how == PER_ROUND else "local steps"
-            detail = (
-                f"at {percent} of the {'paper' if recipe.paper else 'recipe'}'s {what}; {detail}"
-            )
-            times = f"{1 / share:.2g}" if share < 0.95 else f"{1 / share:.3g}"
-            decide = f"{times} times the {what}"
-        else:
-            verdict = verdict_on(claim, differences, leads)
-            effects = [abs(statistics.fmean(differences))] if differences else []
-            if claim.margin:
-                effects = [abs(claim.margin - effect) for effect in effects]
-            elif paper_effect is not None:
-                effects.append(abs(paper_effect))
-            decide = what_decides(differences, effects, failures, len(leads), len(asked & tuned_on))
-            is_early = len(leads) < num_asked
-            if is_early:
-                remarks.append(f"after {len(leads)} of {num_asked} seeds")
-            remarks += seeds_added(claim, sides, recipe, options, verdict, len(leads))
-            if verdict in VERDICTS[:2]:
-                decide = f"{len(asked)} seeds" if is_early else ""
-            is_time = sides[0].cell.take.is_time  # the paper's are of other machines
-            if interval and paper_effect is not None and not (claim.margin or elsewhere or is_time):
-                is_outside = not interval[0] <= paper_effect <= interval[1]
-                if is_outside:
-                    remarks.append(f"the paper's {paper_effect:+.2f} is outside the interval")
-    return JudgedClaim(
+    found = JudgedClaim(
         paper=f"{recipe.paper} {recipe.item}".strip(),
         recipe=recipe.name,
         text=claim.text,
-        verdict=verdict,
-        detail=detail,
-        effect=statistics.fmean(differences) if differences else None,
-        interval=interval if differences else None,
+        verdict=NOT_TESTED,
+        detail="not run",
+        effect=None,
+        interval=None,
         paper_effect=paper_effect,
+        seeds=0,
+        share=0.0,
+        scale=options.scale,
+        deviations=[],
+        failures="",
+        decide="runs of both sides at the paper's setting",
+        is_headline=claim.is_headline,
+        runs=(recipe.name, claim.text),
+    )
+    if len(sides) < 2:
+        return found
+    differences, leads, detail = compared(claim, *sides)
+    failures = failures_of(claim, sides)
+    named = zip((claim.left, claim.right), sides, strict=True)
+    lost = [f"{name}: {side.left_out}" for name, side in named if side.left_out]
+    runs = [run_of(s.cell, s.candidate or {}, 0, options, Path()) for s in sides]
+    both = list(zip(sides, runs, strict=True))
+    share = min(share_of_steps(claim, side, run) for side, run in both)
+    elsewhere = elsewhere_of(sides, runs)
+    remarks = [*elsewhere, *read_differently(sides)] if leads else []
+    read = [f"{run.name} {side.cell.of} {side.cell.take}" for side, run in both]
+    found = replace(
+        found,
+        detail=detail,
         seeds=len(leads),
         share=share,
-        scale=options.scale,
-        deviations=list(deviations),
+        deviations=list(dict.fromkeys(d for side, run in both for d in deviations_of(side, run))),
         failures=", ".join(filter(None, [failures, *lost])),
-        decide=decide,
-        is_headline=claim.is_headline,
-        runs=identity,
-        read_at=read_at,
+        runs=(*read, f"above {claim.is_above}, within {claim.margin}"),
+        read_at=max(last_round_read(side.cell, run) for side, run in both),
         remarks="; ".join(remarks),
     )
+    if detail == "not run":
+        return found
+
+    take = sides[0].cell.take
+    machines = sorted({name for side in sides for name in side.machines})
+    if lacks := lacking(sides, runs, code):
+        # `lacking` compares the code of the whole table: these two sides may still be comparable
+        have_other_code = len({name for side in sides for name in side.code}) > 1
+        are_mixed = have_other_code or lacks[0] in (OTHER_PRECISION, OTHER_DATA)
+        number = "" if are_mixed else f"; {detail}"
+        return replace(found, detail=f"no verdict on {lacks[0]}{number}", decide=lacks[1])
+    if take.is_time and len(machines) > 1:
+        detail = f"different machines: {', '.join(machines)}"
+        return replace(found, verdict=INCONCLUSIVE, detail=detail, decide="runs on one machine")
+
+    interval = interval_of(differences) if len(differences) == len(leads) else None
+    effect = statistics.fmean(differences) if differences else None
+    found = replace(found, effect=effect, interval=interval)
+    if share < 1:
+        percent = "under 1%" if share < 0.01 else f"{share:.0%}"
+        whose = "paper" if recipe.paper else "recipe"
+        what = "samples a round" if take.how == PER_ROUND else "local steps"
+        times = f"{1 / share:.2g}" if share < 0.95 else f"{1 / share:.3g}"
+        detail = f"at {percent} of the {whose}'s {what}; {detail}"
+        return replace(found, detail=detail, decide=f"{times} times the {what}")
+
+    verdict = verdict_on(claim, differences, leads)
+    asked, tuned_on = {*options.seeds, *recipe.seeds}, {side.tuned_on for side in sides}
+    num_asked = len(asked - tuned_on) if leads else 0
+    is_early = len(leads) < num_asked
+    if is_early:
+        remarks.append(f"after {len(leads)} of {num_asked} seeds")
+    remarks += seeds_added(claim, sides, recipe, options, verdict, len(leads))
+    # the paper's times are of other machines
+    if interval and paper_effect is not None and not (claim.margin or elsewhere or take.is_time):
+        low, high = interval
+        if not low <= paper_effect <= high:
+            remarks.append(f"the paper's {paper_effect:+.2f} is outside the interval")
+    if verdict in (REPRODUCED, NOT_REPRODUCED):
+        decide = f"{len(asked)} seeds" if is_early else ""
+    else:
+        effects = [] if effect is None else [abs(effect)]
+        if claim.margin:
+            effects = [abs(claim.margin - each) for each in effects]
+        elif paper_effect is not None:
+            effects.append(abs(paper_effect))
+        decide = what_decides(differences, effects, failures, len(leads), len(asked & tuned_on))
+    return replace(found, verdict=verdict, decide=decide, remarks="; ".join(remarks))
 
 
 def verdict_on(claim: Claim, differences: Sequence[float], leads: Sequence[float]) -> str:
@@ -211,7 +213,9 @@ def verdict_on(claim: Claim, differences: Sequence[float], leads: Sequence[float
     low, high = interval
     if -claim.margin < low and high < claim.margin:
         return REPRODUCED
-    return NOT_REPRODUCED if low > claim.margin or high < -claim.margin else INCONCLUSIVE
+    if low > claim.margin or high < -claim.margin:
+        return NOT_REPRODUCED
+    return INCONCLUSIVE
 
 
 def seeds_added(
@@ -230,7 +234,8 @@ def seeds_added(
     planned = {*seeds_for(recipe, [side.cell for side in sides], options.full_grid)}
     differences, leads, _ = compared(claim, *(only_seeds(side, planned) for side in sides))
     num_planned = len(planned - {side.tuned_on for side in sides})
-    if num_judged > len(leads) == num_planned > 1:
+    have_all_ended = len(leads) == num_planned
+    if num_planned > 1 and have_all_ended and num_judged > num_planned:
         then = verdict_on(claim, differences, leads)
         word = "more than" if then == verdict else f"{then} with"
         yield f"{word} the planned {len(leads)} seeds"
@@ -289,13 +294,15 @@ def lacking(
 
 def compared(claim: Claim, left: Result, right: Result) -> tuple[list[float], list[float], str]:
     """(finite differences left - right, leads of the claim, both in words) over common seeds."""
-    seeds = sorted(set.intersection(*({*s.by_seed, *s.failures} for s in (left, right))))
+    seeds = sorted({*left.by_seed, *left.failures} & {*right.by_seed, *right.failures})
     if not seeds:
         return [], [], "not run"
     tuned_on = [s for s in dict.fromkeys((left.tuned_on, right.tuned_on)) if s in seeds]
     judged = [seed for seed in seeds if seed not in tuned_on]
     sign = 1 if claim.is_above else -1
-    ahead, behind = (left, right)[:: 1 if claim.is_above != left.cell.take.is_time else -1]
+    # "above" puts the left side ahead; of times, which are better if shorter, the right side
+    is_left_ahead = claim.is_above != left.cell.take.is_time
+    ahead, behind = (left, right) if is_left_ahead else (right, left)
     differences, leads = [], []
     for seed in judged:
         ours, theirs = left.by_seed.get(seed), right.by_seed.get(seed)
@@ -312,14 +319,14 @@ def compared(claim: Claim, left: Result, right: Result) -> tuple[list[float], li
     words = [failures_of(claim, (left, right))]
     is_time = left.cell.take.how == "seconds to"
     if is_time and any(s.by_seed.get(n) == math.inf for n in judged for s in (left, right)):
-        num = [
+        left_num, right_num = (
             sum(math.isfinite(s.by_seed.get(n, math.inf)) for n in judged) for s in (left, right)
-        ]
-        words.append(f"{claim.left} reaches it with {num[0]}, {claim.right} with {num[1]}")
+        )
+        words.append(f"{claim.left} reaches it with {left_num}, {claim.right} with {right_num}")
     elif differences:
         spread = f" ± {statistics.stdev(differences):.2f}" if len(differences) > 1 else ""
         words.append(f"{statistics.fmean(differences):+.2f}{spread}")
-    basis = f"{len(judged)} seeds" if len(judged) > 1 else "one seed" if judged else "no other seed"
+    basis = {0: "no other seed", 1: "one seed"}.get(len(judged), f"{len(judged)} seeds")
     basis += "".join(f"; without seed {seed}, which chose the tuned value" for seed in tuned_on)
     words.append(basis)
     return differences, leads, ", ".join(filter(None, words))
@@ -345,12 +352,11 @@ def share_of_steps(claim: Claim, side: Result, run: Run) -> float:
     For seconds a round, which do not depend on the number of rounds: the samples of a round.
     """
     if side.cell.take.how == PER_ROUND:
-        paper = resolve_config({**side.cell.keys, **(side.candidate or {})})
-        samples = (
+        ours, paper = (
             config.train.batch_size * config.rounds.num_clients * config.rounds.fraction_train
-            for config in (resolve_config(run.keys), paper)
+            for config in (resolve_config(run.keys), paper_config(side))
         )
-        return steps_ratio(side, run) * next(samples) / next(samples)
+        return steps_ratio(side, run) * ours / paper
     read_at = paper_round_read(side.cell, run)
     first = min(claim.from_round or read_at, read_at)
     return steps_ratio(side, run) * last_round_read(side.cell, run) / first
@@ -362,12 +368,17 @@ def steps_ratio(side: Result, run: Run) -> float:
     Where several keys say how long a round trains, of the one with the smallest ratio. Runs of
     another data set, which have no verdict, count as if on the paper's.
     """
-    paper = resolve_config({**side.cell.keys, **(side.candidate or {})})
-    ours, source = resolve_config(run.keys), paper.data.source
+    ours, paper = resolve_config(run.keys), paper_config(side)
+    source = paper.data.source
     return min(
         steps_per_round(ours, source, key) / (steps_per_round(paper, source, key) or 1)
         for key in paper.method_options().duration_keys
     )
+
+
+def paper_config(side: Result) -> RunConfig:
+    """The paper's setting of a side, with the tuned value that was chosen."""
+    return resolve_config({**side.cell.keys, **(side.candidate or {})})
 
 
 def elsewhere_of(sides: Sequence[Result], runs: Sequence[Run]) -> list[str]:
@@ -433,7 +444,9 @@ def judge(leads: Sequence[float], num_differences: float = math.inf) -> str:
     low, high = interval
     if low > 0 and -math.inf not in leads:
         return REPRODUCED
-    return NOT_REPRODUCED if high < 0 and math.inf not in leads else INCONCLUSIVE
+    if high < 0 and math.inf not in leads:
+        return NOT_REPRODUCED
+    return INCONCLUSIVE
 
 
 def what_decides(
@@ -446,9 +459,9 @@ def what_decides(
     """What an inconclusive claim lacks: runs that finish, or seeds, at the spread found.
 
     effects: distances from the boundary of a decision, of the mean and of the paper's effect; the
-    smallest counts. num_seeds: how many were judged. If
-    there are fewer differences, a time was never reached and the number of seeds needed is unknown.
-    num_tuning: seeds beside these, which chose a tuned value.
+    smallest counts. num_seeds: how many were judged. If there are fewer differences, a time was
+    never reached, and the number of seeds needed is unknown. num_tuning: seeds beside these, which
+    chose a tuned value.
     """
     if failures:
         return f"runs that finish: {failures}"
@@ -472,8 +485,7 @@ def different_headlines(claims: Sequence[JudgedClaim]) -> list[JudgedClaim]:
 
 
 def counted(claims: Sequence[JudgedClaim]) -> list[JudgedClaim]:
-    """Each claim, and of those that differ only in the round at which they read the same runs, the
-    last: they are one claim."""
+    """The claims, without those that another claim repeats at a later round of the same runs."""
     last = {claim.runs: claim for claim in sorted(claims, key=lambda claim: claim.read_at)}
     return [claim for claim in claims if last[claim.runs] is claim]
 
@@ -495,7 +507,7 @@ def shown_effect(claim: JudgedClaim) -> str:
     """`+1.92 [+0.50, +3.34]`: the mean difference and its 95 % interval; a dash without one."""
     if claim.effect is None:
         return "–"
-    interval = claim.interval
-    return f"{claim.effect:+.2f}" + (
-        f" [{interval[0]:+.2f}, {interval[1]:+.2f}]" if interval else ""
-    )
+    if claim.interval is None:
+        return f"{claim.effect:+.2f}"
+    low, high = claim.interval
+    return f"{claim.effect:+.2f} [{low:+.2f}, {high:+.2f}]"

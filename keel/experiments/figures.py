@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -83,21 +84,26 @@ def report_curve(result: Result, same_runs: Sequence[Result | None], place: int)
     """A row's mean over seeds with ± one deviation, and the paper's numbers at their rounds."""
     points = curve_of(result.cell, result.counted_runs)
     num = len(result.counted_runs)
-    papers = dict.fromkeys(
-        (last_round_read(r.cell, r.finished[0][0]), r.cell.paper)
-        for r in same_runs
-        if r and r.finished and r.cell.of == result.cell.of and not r.cell.take.is_time
-        if not reads_elsewhere(r.cell, r.finished[0][0])
-    )
-    return Curve(
+    papers: dict[tuple[int, float], None] = {}  # (round, value), each once
+    for each in same_runs:
+        if not each or not each.finished:
+            continue
+        cell, run = each.cell, each.finished[0][0]
+        is_on_curve = cell.of == result.cell.of and not cell.take.is_time
+        if is_on_curve and cell.paper is not None and not reads_elsewhere(cell, run):
+            papers[last_round_read(cell, run), cell.paper] = None
+    curve = Curve(
         result.cell.row.name,
         [n for n, _, _ in points],
         [mean for _, mean, _ in points],
-        [deviation for _, _, deviation in points] if num > 1 else None,
-        [f"± {deviation:.2f} ({num} seeds)" for _, _, deviation in points] if num > 1 else None,
-        [(at, paper) for at, paper in papers if paper is not None],
-        place,
+        references=list(papers),
+        place=place,
     )
+    if num < 2:
+        return curve
+    deviations = [deviation for _, _, deviation in points]
+    notes = [f"± {deviation:.2f} ({num} seeds)" for deviation in deviations]
+    return replace(curve, spread=deviations, note=notes)
 
 
 def run_pictures(recipe: Recipe, results: Results, output: Path, stem: str) -> Iterator[Picture]:

@@ -106,9 +106,8 @@ class History:
                     self.clocks[name].append(line[name])
             for curve, (rounds, values) in self._points.items():
                 key, _, name = curve.partition(".")
-                if has_diverged if key == "global" else is_partial:
-                    continue
-                if key in line and line[key][name] is not None:
+                is_omitted = has_diverged if key == "global" else is_partial
+                if not is_omitted and key in line and line[key][name] is not None:
                     rounds.append(number)
                     values.append(line[key][name])
             if "diagnostics" in line:

@@ -271,16 +271,22 @@ class Result:
     def left_out(self) -> str:
         """How many updates of its runs were not aggregated, and clients not evaluated; or empty."""
         found = [history_in(path) for _, path in self.finished]
-        lost = {
-            "updates": [(h.num_left_out, h.rounds_not_finite) for h in found],
-            "evaluations": [(h.num_not_evaluated, h.rounds_partial) for h in found],
-        }
         words = []
-        for what, counts in lost.items():
-            number, rounds = (sum(each) for each in zip(*counts, strict=True)) if counts else (0, 0)
+        for what, number, num_rounds in (
+            (
+                "updates",
+                sum(h.num_left_out for h in found),
+                sum(h.rounds_not_finite for h in found),
+            ),
+            (
+                "evaluations",
+                sum(h.num_not_evaluated for h in found),
+                sum(h.rounds_partial for h in found),
+            ),
+        ):
             why = ""
-            if rounds:
-                why = f", in {num_of('round', rounds)} for values not finite or too large"
+            if num_rounds:
+                why = f", in {num_of('round', num_rounds)} for values not finite or too large"
             if number:
                 words.append(f"{what} left out: {number}{why}")
         return "; ".join(words)
@@ -312,7 +318,8 @@ def result_of(cell: Cell, options: Options, output: Path) -> Result:
     numbers = {int(run.keys["seed"]): number_of(cell, run) for run in runs}
     failures = {int(run.keys["seed"]): run.failure() for run in runs}
     for run in runs:
-        if (directory := run.finished()) and numbers[seed := int(run.keys["seed"])] is None:
+        seed, directory = int(run.keys["seed"]), run.finished()
+        if directory and numbers[seed] is None:
             history = history_in(directory)
             has_diverged = history.rounds_partial or history.rounds_diverged
             failures[seed] = DIVERGED if has_diverged else FAILED

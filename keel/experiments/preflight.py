@@ -126,7 +126,7 @@ def check_reading(cell: Cell, run: Run, config: RunConfig) -> None:
     if last % every and last < run.rounds:
         raise ValueError(
             f"at = {cell.at}: corresponds to round {last} of {run.rounds}, which "
-            f"evaluate-every = {every} skips"
+            f"evaluate-every = {every} skips: set evaluate-every to a divisor of {last}"
         )
     method = method_of(config)
     evaluates = config.evaluated_clients != "none"

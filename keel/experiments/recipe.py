@@ -219,7 +219,9 @@ def _recipe(file: RecipeFile, top: Lines, text: str, path: Path) -> Recipe:
     for row in rows:
         if row.paper and len(row.paper) != len(columns):
             found = f"{len(row.paper)} numbers for {len(columns)} columns"
-            raise LineError(row.line, f"paper of {row.name} has {found}")
+            raise LineError(
+                row.line, f"paper of {row.name} has {found}: expected one a column, null for none"
+            )
         if len(row.tuned) not in (0, 1, len(columns)):
             raise LineError(row.line, f"tuned of {row.name}: expected one value, or one a column")
     check_number(len(rows) * len(columns), rows[0].line)
@@ -227,14 +229,19 @@ def _recipe(file: RecipeFile, top: Lines, text: str, path: Path) -> Recipe:
         names = set()
         for entry in entries:
             if entry.name in names:
-                raise LineError(entry.line, f"two {kind}s are called {entry.name!r}")
+                raise LineError(entry.line, f"two {kind}s are called {entry.name!r}: rename one")
             names.add(entry.name)
     recipe = Recipe(
         path=path,
         text=text,
         lines={**top.lines, **current_names(top["config"].lines if top.get("config") else {})},
         title=file.title or path.stem,
-        **{k: getattr(file, k) for k in ("paper", "item", "notes", "remark", "shows", "seeds")},
+        paper=file.paper,
+        item=file.item,
+        notes=file.notes,
+        remark=file.remark,
+        shows=file.shows,
+        seeds=file.seeds,
         rows=rows,
         columns=columns,
         cells=list(_cells(file, rows, columns)),
@@ -381,11 +388,12 @@ def _claims_of_line(
     if found["margin"] and not margin:
         raise LineError(line, f"{claim!r}: expected a margin above 0")
     left, right, place = found["left"], found["right"], found["place"]
-    is_rows = left in names["rows"] or (left not in names["columns"] and right in names["rows"])
-    compared = "rows" if is_rows else "columns"
-    across = "columns" if compared == "rows" else "rows"
+    # if the left side is neither, the right one tells which of the two was meant
+    are_rows = left in names["rows"] or (left not in names["columns"] and right in names["rows"])
+    compared, across = ("rows", "columns") if are_rows else ("columns", "rows")
     for name, kind in ((left, compared), (right, compared), (place, across)):
-        if name not in names[kind] and (name != place or EVERYWHERE.get(name) != kind):
+        is_every = name == place and EVERYWHERE.get(name) == kind
+        if name not in names[kind] and not is_every:
             known = ", ".join(names[kind]) + did_you_mean(name, names[kind])
             raise LineError(line, f"{claim!r}: {name!r} is none of the {kind}: {known}")
     for each in names[across] if place in EVERYWHERE else [place]:

@@ -92,15 +92,19 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> Lines:
     for key_node, value in node.value:
         key = key_of(key_node)
         if isinstance(default_config().get(RENAMED_KEYS.get(key, key)), str):
-            # off, no, on and yes are text there, as in `norm-bound: off`: YAML takes off for False
-            for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                if each.tag == "tag:yaml.org,2002:bool":
-                    each.tag = "tag:yaml.org,2002:str"
+            _take_words_as_text(value)
     mapping = Lines(
         {key_of(key): loader.construct_object(value, True) for key, value in node.value}
     )
     mapping.lines = {key: lines.get(key, node.start_mark.line + 1) for key in mapping}
     return mapping
+
+
+def _take_words_as_text(value: yaml.Node) -> None:
+    """Let off, no, on and yes be text in a value or list, as in `norm-bound: off`, not booleans."""
+    for node in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+        if node.tag == "tag:yaml.org,2002:bool":
+            node.tag = "tag:yaml.org,2002:str"
 
 
 # YAML 1.1 reads numbers without a point (1e-2), or without a sign in the exponent (2.0e2), as text
@@ -164,17 +168,20 @@ def _config_keys(value: object) -> object:
 
 def _seeds(value: object) -> object:
     seeds = list(range(value)) if type(value) is int and value <= MAX_SEEDS else value
-    are_valid = isinstance(seeds, list) and all(type(s) is int and s >= 0 for s in seeds)
-    if not are_valid or not seeds or len(set(seeds)) < len(seeds):  # type: ignore[arg-type, call-overload]
-        raise ValueError(
-            f"expected the number of seeds, from 1 to {MAX_SEEDS:,}, or a list of different seeds "
-            ">= 0, such as [42]"
-        )
-    return seeds
+    if isinstance(seeds, list) and all(type(s) is int and s >= 0 for s in seeds):
+        are_different = len(set(seeds)) == len(seeds)
+        if seeds and are_different:
+            return seeds
+    raise ValueError(
+        f"expected the number of seeds, from 1 to {MAX_SEEDS:,}, or a list of different seeds "
+        ">= 0, such as [42]"
+    )
 
 
 def _as_list(value: object) -> object:
-    return value if isinstance(value, list) else [] if value is None else [value]
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
 
 
 ConfigKey = Annotated[str, AfterValidator(_config_key)]

@@ -224,6 +224,50 @@ def run_recipe(
         def needed() -> list[Run]:
             return list(runs_needed(recipe, cells, options, output, failed))
 
+        def start(stack: Sequence[Run]) -> None:
+            """Start a run, or several that train together."""
+            counts = [num_earlier(run) for run in stack]  # before any starts
+            for run, count, task in zip(stack, counts, tasks.submit(stack), strict=True):
+                own.add(run.name)
+                bar = progress.add_task(escape(labels[run.name]), total=run.rounds, accuracy="")
+                each = ActiveRun(run, task, bar, stack[0].name, count)
+                running.append(each)
+                num = each.new_rounds()  # of a resumed run: they took no time now
+                progress.update(bar, completed=num)
+                progress.advance(total, num - before.setdefault(run.name, num))
+
+        def end(each: ActiveRun) -> None:
+            """Take the result of a run whose task has ended, and print it."""
+            running.remove(each)
+            progress.remove_task(each.bar)
+            run, name = each.run, escape(labels[each.run.name])
+            try:
+                reason = tasks.result(each.task)
+            except KilledError as error:
+                reason = str(error)
+                if run.name not in resumed:
+                    resumed.add(run.name)
+                    progress.advance(total, before[run.name] - each.rounds)
+                    console.print(f"{name}: {escape(reason)}; it is resumed once")
+                    return
+                run.folder.mkdir(parents=True, exist_ok=True)
+                if lock := claimed(run):  # else another runner has started it again
+                    with lock:
+                        if not run.ended():
+                            run.note_failure(reason)
+            if directory := run.finished():
+                console.print(f"{name}: {outcome(directory)}")
+            elif reason:
+                has_diverged = run.failure() == DIVERGED
+                if not has_diverged:
+                    failed[run.name] = reason
+                word = DIVERGED if has_diverged else "failed"
+                log = run.folder.with_name(each.first) / LOG_FILE
+                console.print(f"[red]{word}[/] {name}: {escape(f'{reason} (log: {log})')}")
+            else:  # another runner was first
+                own.discard(run.name)
+                progress.advance(total, before.pop(run.name) - each.rounds)
+
         skipped = {run.name: run for run in needed() if run.is_done()}
         if skipped:
             console.print(f"{num_of('run', skipped)} already finished:")
@@ -260,15 +304,7 @@ def run_recipe(
             while startable and num_active(running) < tasks.slots:
                 stack = stack_of(startable[0], startable)
                 startable = [run for run in startable if run not in stack]
-                counts = [num_earlier(run) for run in stack]  # before any starts
-                for run, count, task in zip(stack, counts, tasks.submit(stack), strict=True):
-                    own.add(run.name)
-                    bar = progress.add_task(escape(labels[run.name]), total=run.rounds, accuracy="")
-                    each = ActiveRun(run, task, bar, stack[0].name, count)
-                    running.append(each)
-                    num = each.new_rounds()  # of a resumed run: they took no time now
-                    progress.update(bar, completed=num)
-                    progress.advance(total, num - before.setdefault(run.name, num))
+                start(stack)
             if not running:
                 if all(run.name in failed or run.is_done() for run in waiting):
                     if needed() == runs:
@@ -279,35 +315,9 @@ def run_recipe(
                     console.print(f"waiting for {num_of('run', waiting)} of other runners")
                 time.sleep(OTHERS_POLL_S)
                 continue
-            for each in follow(running, tasks, progress, total, num_active(running) == tasks.slots):
-                running.remove(each)
-                progress.remove_task(each.bar)
-                name = escape(labels[each.run.name])
-                try:
-                    reason = tasks.result(each.task)
-                except KilledError as error:
-                    reason = str(error)
-                    if each.run.name not in resumed:
-                        resumed.add(each.run.name)
-                        progress.advance(total, before[each.run.name] - each.rounds)
-                        console.print(f"{name}: {escape(reason)}; it is resumed once")
-                        continue
-                    each.run.folder.mkdir(parents=True, exist_ok=True)
-                    if lock := claimed(each.run):  # else another runner has started it again
-                        with lock:
-                            if not each.run.ended():
-                                each.run.note_failure(reason)
-                if directory := each.run.finished():
-                    console.print(f"{name}: {outcome(directory)}")
-                elif reason:
-                    word = DIVERGED if each.run.failure() == DIVERGED else "failed"
-                    if word != DIVERGED:
-                        failed[each.run.name] = reason
-                    log = each.run.folder.with_name(each.first) / LOG_FILE
-                    console.print(f"[red]{word}[/] {name}: {escape(f'{reason} (log: {log})')}")
-                else:  # another runner was first
-                    own.discard(each.run.name)
-                    progress.advance(total, before.pop(each.run.name) - each.rounds)
+            is_full = num_active(running) == tasks.slots
+            for each in follow(running, tasks, progress, total, is_full):
+                end(each)
     return failed
 
 

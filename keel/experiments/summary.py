@@ -74,9 +74,11 @@ class Evidence:
         words = ["keel", "experiments", "run", self.recipe.name, *self.scale_words()]
         axes = ((whole.rows, rows), (whole.columns, columns))
         only = [name for every, some in axes if len(some) < len(every) for name in some]
-        words += ["--only", ";".join(only)] if only else []
+        if only:
+            words += ["--only", ";".join(only)]
         words += self.change_words()
-        words += ["--grid", "full"] if self.options.full_grid else []
+        if self.options.full_grid:
+            words += ["--grid", "full"]
         if list(self.options.seeds) != list(whole.seeds):
             words += ["--seeds", str(len(self.options.seeds))]
         return shlex.join(words)
@@ -113,9 +115,12 @@ class Evidence:
                     f"{row} {statistics.fmean(numbers[seed] for seed in common):.2f}"
                     for row, numbers in rows.items()
                 )
-                which = f"the seed{'s' * (len(common) > 1)} that all rows have"
-                which += f" ({', '.join(map(str, sorted(common)))})"
-                yield f"{column.name}, over {which}: {', '.join(means)}."
+                noun = "seeds" if len(common) > 1 else "seed"
+                listed = ", ".join(map(str, sorted(common)))
+                yield (
+                    f"{column.name}, over the {noun} that all rows have ({listed}): "
+                    f"{', '.join(means)}."
+                )
 
     @property
     def about(self) -> str:
@@ -206,8 +211,10 @@ def verdict_of(best: JudgedClaim, judged: Sequence[JudgedClaim], recipe: Recipe)
 
 
 def weight(claim: JudgedClaim) -> tuple[bool, bool, float, int]:
-    """Of two jobs with the same claim the one with more counts: first what was tested at all, then
-    the paper's own setting, then local steps up to the paper's, then seeds.
+    """A key by which the best evidence for a claim is the largest, over jobs with this claim.
+
+    First what was tested at all, then the paper's own setting, then local steps, up to the paper's,
+    then seeds.
     """
     return claim.verdict != NOT_TESTED, not claim.deviations, min(claim.share, 1.0), claim.seeds
 
@@ -217,8 +224,8 @@ def in_full(claim: Claim, recipe: Recipe) -> str:
     sides = recipe.sides_of(claim)
     cell = recipe.cell(*sides[0])
     data = DATA_NAMES[resolve_config(cell.keys).data.source]
-    words = ("slower than", "faster than") if cell.take.is_time else ("above", "below")
-    word = words[not claim.is_above]
+    above, below = ("slower than", "faster than") if cell.take.is_time else ("above", "below")
+    word = above if claim.is_above else below
     if claim.margin:
         margin = f"{claim.margin:g} s" if cell.take.is_time else num_of("point", claim.margin)
         word = f"within {margin} of"

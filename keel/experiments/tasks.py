@@ -319,13 +319,18 @@ def execute(
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell had it ignored
     read = resolve_config(runs[0].keys).data
     own = [
-        (c, d) for c, d in data if (c.data.source, c.data.data_dir) == (read.source, read.data_dir)
+        (config, digest)
+        for config, digest in data
+        if (config.data.source, config.data.data_dir) == (read.source, read.data_dir)
     ]
     if reason := unfit(runs[0].folder, code, own):
         return [f"its machine {reason}"] * len(runs)
     with ExitStack() as stack:
-        if not all([lock and stack.enter_context(lock) for lock in map(claimed, runs)]):
-            return [None] * len(runs)
+        for run in runs:
+            lock = claimed(run)
+            if lock is None:
+                return [None] * len(runs)
+            stack.enter_context(lock)
         stack.enter_context(chdir(app_folder))
         stack.enter_context(printing_to(runs[0].folder / LOG_FILE))
         from server_app.app import log_to_stdout

@@ -93,9 +93,13 @@ def layout(x: str, y: str, **more: Any) -> dict[str, Any]:
 
 
 def curves(
-    found: Iterable[Curve], x: str, y: str, log_x: bool = False, log_y: bool = False,
+    found: Iterable[Curve],
+    x: str,
+    y: str,
+    log_x: bool = False,
+    log_y: bool = False,
     max_points: int = MAX_POINTS,
-) -> Figure:  # fmt: skip
+) -> Figure:
     """Lines with bands, each with its colour, marker and dash; the y-range fits the data."""
     data: list[dict[str, Any]] = []
     # counted with those that have no points yet, so that no colour changes when they get some
@@ -225,9 +229,14 @@ def short_labels(names: Iterable[str]) -> dict[str, str]:
 
 
 def heat_map(
-    z: Sequence[Sequence[float | None]], x: Sequence[Any], y: Sequence[str],
-    x_title: str, y_title: str, colours: str, **more: Any,
-) -> Figure:  # fmt: skip
+    z: Sequence[Sequence[float | None]],
+    x: Sequence[Any],
+    y: Sequence[str],
+    x_title: str,
+    y_title: str,
+    colours: str,
+    **more: Any,
+) -> Figure:
     """Colours over two axes; z[i][j] belongs to y[i] and x[j]. None has no colour."""
     names = [text_of(name, MAX_NAME) for name in y]
     trace = {

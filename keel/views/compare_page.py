@@ -228,19 +228,23 @@ def result_rows(groups: Sequence[Group], view: View) -> list[list[str]]:
         common = sorted(set.intersection(*map(set, found))) if found else []
         final = [each[common[-1]] for each in found] if common else []
         best = [best_of(each[r] for r in common) for each in found] if common else []
-        ends = [
+        last_rounds, sent_mb, spent_s = (
             [max(x_of(reader.lines, axis).values(), default=0.0) for _, reader in group.counted]
             for axis in ("round", "bytes", "seconds")
-        ]
-        rounds = "–".join(dict.fromkeys(f"{value:.0f}" for value in (min(ends[0]), max(ends[0]))))
+        )
+        fewest, most = f"{min(last_rounds):.0f}", f"{max(last_rounds):.0f}"
         rows.append(
             [
-                *(group.label, str(group.num_seeds), group.unfinished, rounds),
+                group.label,
+                str(group.num_seeds),
+                group.unfinished,
+                fewest if fewest == most else f"{fewest}–{most}",
                 str(common[-1]) if common else "",
                 as_shown(statistics.fmean(final), view) if final else "",
                 as_shown(statistics.stdev(final), view) if len(final) > 1 else "",
                 as_shown(statistics.fmean(best), view) if best else "",
-                *(f"{statistics.fmean(ends[1]):.1f}", f"{statistics.fmean(ends[2]):.1f}"),
+                f"{statistics.fmean(sent_mb):.1f}",
+                f"{statistics.fmean(spent_s):.1f}",
             ]
         )
     return rows

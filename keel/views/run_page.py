@@ -43,6 +43,13 @@ MAX_COUNT = 1 << 53  # samples that a float counts exactly
 MAX_SPLIT = 250  # columns of the label distribution: with more clients, several share one
 BYTES_DOWN = ("bytes_down", "evaluation_bytes_down")
 BYTES_UP = ("bytes_up", "evaluation_bytes_up")
+SPREAD = {
+    "best client": 1.0,
+    "9th decile": 0.9,
+    "median": 0.5,
+    "1st decile": 0.1,
+    "worst client": 0.0,
+}
 WHOSE = {"local_global": "global model", "personal": "personal models"}
 
 
@@ -186,21 +193,22 @@ def client_charts(reader: HistoryReader) -> dict[str, Figure]:
     for key in PER_CLIENT:
         measured = [i for i, line in enumerate(reader.lines) if isinstance(line.get(key), Mapping)]
         step = max(1, -(-len(measured) // MAX_ROUNDS))
-        chosen = measured[::-1][::step][::-1]  # the last is among them
-        by_round = [(reader.lines[i]["round"], accuracies_in(reader.full(i), key)) for i in chosen]
-        by_round = [(number_, found) for number_, found in by_round if found]
+        by_round: dict[int, Mapping[str, float]] = {}  # client to accuracy
+        for i in measured[::-step][::-1]:  # every step-th, the last among them
+            if found := accuracies_in(reader.full(i), key):
+                by_round[reader.lines[i]["round"]] = found
         if not by_round:
             continue
-        rounds, last = [number_ for number_, _ in by_round], by_round[-1][1]
+        rounds = list(by_round)
         newest: dict[str, float] = {}
-        for _, found in by_round:
-            newest |= found
+        for found in by_round.values():
+            newest.update(found)
         worst = sorted(newest, key=lambda client: (newest[client], client))[:MAX_CLIENTS]
         are_all = len(newest) == len(worst)
         what = "client" if are_all else f"{len(worst)} worst of {len(newest):,} clients"
         figures[f"clients-{key}"] = heat_map(
             [
-                [None if (v := found.get(client)) is None else 100 * v for _, found in by_round]
+                [100 * each[client] if client in each else None for each in by_round.values()]
                 for client in worst
             ],
             rounds,
@@ -210,17 +218,14 @@ def client_charts(reader: HistoryReader) -> dict[str, Figure]:
             "accuracy (%)",
         )
         figures[f"clients-{key}"]["layout"]["height"] = max(MIN_HEIGHT, 140 + 16 * len(worst))
-        deciles = [sorted(found.values()) for _, found in by_round]
-        lines = [
-            Curve(name, rounds, [100 * quantile(values, share) for values in deciles])
-            for name, share in (
-                *(("best client", 1.0), ("9th decile", 0.9), ("median", 0.5)),
-                *(("1st decile", 0.1), ("worst client", 0.0)),
-            )
+        ascending = [sorted(each.values()) for each in by_round.values()]
+        spread = [
+            Curve(name, rounds, [100 * quantile(values, share) for values in ascending])
+            for name, share in SPREAD.items()
         ]
-        figures[f"spread-{key}"] = curves(lines, "round", "accuracy (%)")
+        figures[f"spread-{key}"] = curves(spread, "round", "accuracy (%)")
         title = f"accuracy (%) in round {rounds[-1]}, {WHOSE[key]}"
-        values = [100 * value for value in last.values()]
+        values = [100 * value for value in by_round[rounds[-1]].values()]
         figures[f"histogram-{key}"] = histogram(values, title, "clients")
     return figures
 
@@ -274,11 +279,12 @@ def label_chart(entry: Entry) -> dict[str, Figure]:
         rows = sorted((text_of(client, MAX_NAME), counts) for client, counts in rows)
     else:
         rows.sort(key=lambda row: (row[1].index(max(row[1])), sum(row[1])))
-    groups = [rows[i : i + size] for i in range(0, len(rows), size)]
-    names = [g[0][0] if size == 1 else str(size * i) for i, g in enumerate(groups)]
-    means = [
-        [sum(values) / len(g) for values in zip(*(c for _, c in g), strict=True)] for g in groups
-    ]
+    starts = range(0, len(rows), size)
+    names = [client for client, _ in rows] if size == 1 else list(map(str, starts))
+    means = []
+    for start in starts:
+        group = [counts for _, counts in rows[start : start + size]]
+        means.append([sum(values) / len(group) for values in zip(*group, strict=True)])
     classes = [str(k) for k in range(len(means[0]))]
     what = "client"
     if size > 1:
