@@ -104,13 +104,16 @@ class Exchange:
     ) -> list[Message]:
         """One reply for each message, in their order; an error where none came in time.
 
-        Each reply's source is the node that was asked, whoever replied in its place. A message to a
-        node that goes away is sent again if its client returns, also as another node, within 30
-        seconds, or later while others are still awaited; one whose reply was lost, or whose
-        ClientApp ended, is sent again, at most twice.
+        Each reply's source is the node that was asked, whoever replied in its place.
+
+        A message to a node that goes away is sent again once its client returns, be it as another
+        node: within 30 seconds, or later if others are still awaited. A message whose reply was
+        lost, or whose ClientApp ended, is sent again at most twice.
+
         The deadline moves by the time in which the SuperLink answers nothing, this process is
-        stopped, or clients train in this process. After a silence of the SuperLink, also one
-        before the messages are sent, clients have at least 2 minutes to reconnect, at most twice.
+        stopped, or clients train in this process. After a silence of the SuperLink, even if that
+        was before the messages are sent, clients get at least 2 minutes to reconnect; only two
+        silences extend the deadline so.
 
         what: description for the log. key: the config key that `timeout_s` comes from.
         max_bytes: of a reply; a larger one is refused while it arrives, as is a late one above the

@@ -160,7 +160,10 @@ def run_inline(
     if grid.simulates_clients:
         expected = overrides.get("num-clients", num_clients)
         if expected != num_clients:
-            raise ValueError(f"num-clients = {expected}: the run is started for {num_clients}")
+            raise ValueError(
+                f"num-clients = {expected}, but the run is started for {num_clients} clients: "
+                "leave out num-clients, or set both to the same number"
+            )
         if "resume" not in overrides:
             overrides["num-clients"] = num_clients
     return run_federation(grid, overrides, observers=observers).path

@@ -235,11 +235,11 @@ class RunDirectory:
         return sorted(map(round_of, (self.path / "checkpoints").glob("round-*"))) or [0]
 
     def has_checkpoint(self, interval: int) -> bool:
-        """Whether there is, or should be, a checkpoint to resume from: one is due per interval.
+        """Whether there is, or should be, a checkpoint to resume from; if not, a run starts again.
 
-        A round's line comes before its checkpoint, so only a later line proves that there was one.
-        A run that was interrupted before the first starts again; ValueError for one that removed
-        them at its end.
+        interval: rounds from one checkpoint to the next. A round's line is written before its
+        checkpoint, so only a line after the first interval proves that there was a checkpoint.
+        ValueError for a run that has removed its checkpoints at its end.
         """
         check_has_state(self.path)
         lines, faults = whole_lines(self.path)

@@ -56,7 +56,10 @@ def check_group(configs: Sequence[RunConfig]) -> None:
     """ValueError, one line, if these runs cannot train together."""
     first, max_runs = shared_keys(configs[0]), configs[0].train.stacked_runs
     if len(configs) > max_runs:
-        raise ValueError(f"stacked-runs = {max_runs}: {len(configs)} runs were to train together")
+        raise ValueError(
+            f"stacked-runs = {max_runs}: {len(configs)} runs were to train together: expected at "
+            f"most {max_runs}"
+        )
     for config in configs[1:]:
         other = shared_keys(config)
         for key in sorted(first.keys() | other.keys()):
@@ -202,7 +205,10 @@ def run_stacked(
     """
     paths = [Path(str(run["resume"])) for run in runs if "resume" in run]
     if paths and len(paths) < len(runs):
-        raise ValueError("stacked-runs: some runs of the group have the key resume, others do not")
+        raise ValueError(
+            "stacked-runs: some runs of the group have the key resume, others do not: resume all "
+            "of them, or none"
+        )
     if paths:
         configs = [read_run_config(path) for path in paths]
         about = [read_manifest(path).get("stacked", {}) for path in paths]
