@@ -58,7 +58,7 @@ def is_installed(package: str) -> bool:
 
 
 def place_of(function: Callable[..., Any]) -> str:
-    """ "NAME (FILE:LINE)" of a function or method, for an error about it; else its name."""
+    """NAME (FILE:LINE) of a function or method, for an error about it; its name if in no file."""
     if isinstance(function, partial):
         return place_of(function.func)
     # not that of a decorator, such as torch.no_grad()

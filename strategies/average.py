@@ -512,11 +512,12 @@ class Average(Strategy):
         complete = [(clients, sums) for clients, awaited, sums in self.sums if not awaited]
         self.sums = [each for each in self.sums if each[1]]
         for clients, sums in complete:
-            bad = clients - accepted.keys() | clients & running.added
+            # rejected, or in another sum already
+            bad = (clients - accepted.keys()) | (clients & running.added)
             if not bad:
                 running.merge(clients, sums)
                 continue
-            for other in clients & accepted.keys() - running.added:
+            for other in clients - bad:
                 reason = f"its update was summed with that of {min(bad)}, which cannot be used"
                 validation.reject(other, reason)
                 self.unused.add(other)
@@ -602,18 +603,22 @@ def returned(function: Callable[..., Arrays], *args: object) -> Arrays:
     Inference tensors are cloned, because they have no version counter.
     """
     found = function(*args)
-    what = "" if isinstance(found, Mapping) else type(found).__name__
-    expected = "a dict of tensors"
-    for name, each in () if what else found.items():
+    if not isinstance(found, Mapping):
+        raise ValueError(
+            f"{place_of(function)} returned {type(found).__name__}: expected a dict of tensors"
+        )
+    for name, each in found.items():
         if not isinstance(each, torch.Tensor):
-            what = f"{name!r}: {type(each).__name__}"
-            break
+            raise ValueError(
+                f"{place_of(function)} returned {name!r}: {type(each).__name__}: expected a dict "
+                "of tensors"
+            )
         if each.dtype not in DTYPES:
-            what = f"{name!r}: {each.dtype}"
-            expected += " of " + ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-            break
-    if what:
-        raise ValueError(f"{place_of(function)} returned {what}: expected {expected}")
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise ValueError(
+                f"{place_of(function)} returned {name!r}: {each.dtype}: expected a dict of tensors "
+                f"of {allowed}"
+            )
     return {name: each.clone() if each.is_inference() else each for name, each in found.items()}
 
 

@@ -88,9 +88,9 @@ class NormReference:
 
     def state(self) -> Arrays:
         """For a checkpoint; empty where no round has set the reference."""
-        return (
-            {"norm-reference": torch.tensor(self.value, dtype=torch.float64)} if self.value else {}
-        )
+        if not self.value:
+            return {}
+        return {"norm-reference": torch.tensor(self.value, dtype=torch.float64)}
 
     def load(self, state: Arrays) -> None:
         """Restore what `state` returned."""
