@@ -400,7 +400,7 @@ def first_round_is_fedavg(subject: Subject) -> None:
     own = result_of(subject.run(2, **common))
     fedavg = result_of(subject.run(2, **common, method="fedavg"))
     names = [n for n, array in fedavg.items() if n in own and not torch.equal(own[n], array)]
-    require(not names, f"{names[:1]} differs from FedAvg's after round 1")
+    require(not names, f"{', '.join(names[:1])} differs from FedAvg's after round 1")
 
 
 def flags_are_consistent(subject: Subject) -> None:

@@ -302,7 +302,8 @@ def main(name: str, source: str, device: str, rounds: int, threads: int = 1) -> 
     torch.manual_seed(0)
     data, out = bare.Data(source, device), sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
-        (FRAMEWORKS | AS_WRITTEN)[name][0](data, source, device, rounds, Clock(data, out))
+        train, _ = (FRAMEWORKS | AS_WRITTEN)[name]
+        train(data, source, device, rounds, Clock(data, out))
 
 
 # --- beside the inline engine -------------------------------------------------------------------

@@ -74,9 +74,11 @@ def plain_fedintr(keys: Keys) -> Run:
     x_all = torch.stack([x for b, _ in ctx.train_samples.in_order() for x in b]).contiguous()
 
     def run() -> None:
-        nets = [model_for(config, source).to(memory_format=torch.contiguous_format) for _ in "lgp"]
-        for net, seed in zip(nets, (1, 1, 2), strict=True):
+        nets = []
+        for seed in (1, 1, 2):  # local, global, previous
+            net = model_for(config, source).to(memory_format=torch.contiguous_format)
             net.load_state_dict(weights(config, seed))
+            nets.append(net)
         local, *frozen = nets
         sgd = torch.optim.SGD(local.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-5)
         names = local.regularised_stages

@@ -124,15 +124,16 @@ def checks(directory: Path, rounds: int) -> Iterator[Check]:
     if not manifest["simulated"]:
         yield Check(True, "not replayed: its clients were sites with data of their own")
         return
-    others = len(manifest.get("stacked", {}).get("runs", "1")) - 1
-    if others:
-        together = num_of("other run", others)
-        yield Check(True, f"it trained together with {together}: replayed alone")
+    together = manifest.get("stacked", {}).get("runs", [])  # itself among them
+    if len(together) > 1:
+        others = num_of("other run", len(together) - 1)
+        yield Check(True, f"it trained together with {others}: replayed alone")
     if absent:
         yield Check(True, f"{absent}: replayed on the CPU")
     try:
         name = "cpu" if absent else config.train.device
-        yield from replay_checks(directory, manifest, rounds, not differing and not others, name)
+        is_same_setup = not differing and len(together) < 2
+        yield from replay_checks(directory, manifest, rounds, is_same_setup, name)
     except (ValueError, OSError, RuntimeError) as error:
         yield Check(False, f"the replay failed: {error}")
 
