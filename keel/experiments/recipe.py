@@ -271,6 +271,11 @@ def _entry(name: str, entry: Entry, line: int, body: Lines | None) -> Entry:
     lines = {} if body is None else current_names(body.lines)
     if body is not None and entry.tune:
         lines |= current_names(body["tune"].lines)
+    for key, values in entry.tune.items():
+        if key in entry.keys:
+            raise LineError(lines[key], f"{key} of {name}: it is also under tune, which sets it")
+        if len(set(values)) < len(values):
+            raise LineError(lines[key], f"tune.{key} of {name} = {values}: a value is there twice")
     if entry.tuned and len(entry.tune) != 1:
         raise LineError(lines["tuned"], "tuned: expected exactly one key under tune")
     return entry.model_copy(update={"parts": (name,), "line": line, "lines": lines})
@@ -396,6 +401,8 @@ def _claims_of_line(
         if name not in names[kind] and not is_every:
             known = ", ".join(names[kind]) + did_you_mean(name, names[kind])
             raise LineError(line, f"{claim!r}: {name!r} is none of the {kind}: {known}")
+    if left == right:
+        raise LineError(line, f"{claim!r}: expected two different {compared}")
     for each in names[across] if place in EVERYWHERE else [place]:
         short = f"{left} {found['sign']} {right} in {each}"
         is_above, from_round = found["sign"] == "above", int(found["from_round"] or 0)

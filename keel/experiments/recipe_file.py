@@ -59,6 +59,10 @@ class _Loader(_SafeLoader):  # type: ignore[misc, valid-type]
             raise
         except ValueError as error:
             raise LineError(node.start_mark.line + 1, f"not YAML: {error}") from error
+        except (AttributeError, IndexError, KeyError) as error:  # PyYAML's, as for `!!bool maybe`
+            kind = node.tag.rpartition(":")[2]
+            message = f"not YAML: {node.value!r} is no !!{kind}"
+            raise LineError(node.start_mark.line + 1, message) from error
 
 
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
@@ -191,7 +195,7 @@ ConfigKeys = Annotated[dict[ConfigKey, ConfigValue], BeforeValidator(_config_key
 ConfigLists = Annotated[dict[ConfigKey, ConfigValues], BeforeValidator(_config_keys)]
 Text = Annotated[str, AfterValidator(str.strip)]
 Texts = Annotated[list[Text], BeforeValidator(_as_list)]
-PaperNumber = Annotated[float, Field(strict=True)] | None
+PaperNumber = Annotated[float, Field(strict=True, allow_inf_nan=False)] | None
 
 
 class Reading(BaseModel):
