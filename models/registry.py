@@ -194,9 +194,10 @@ def _check_tensors(trunk: Trunk, name: str, has_statistics: bool) -> None:
                 f"{place}: {key}: Keel sends parameters and buffers only: store the state of "
                 "get_extra_state in buffers (register_buffer)"
             )
-        if tensor.dtype not in DTYPES:
+        kind = tensor.dtype if tensor.layout is torch.strided else tensor.layout  # sparse_coo
+        if kind not in DTYPES:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-            found = str(tensor.dtype).removeprefix("torch.")
+            found = str(kind).removeprefix("torch.")
             raise ValueError(f"{place}: {key} is {found}: expected one of {allowed}")
     for key, parameter in chain.named_parameters():
         if not parameter.requires_grad:  # training would set it to True

@@ -558,6 +558,10 @@ class TwoOutputs(nn.Module):
             r": conv1\.tail\.odd is complex64: exp",
         ),
         (
+            with_buffer(torch.eye(3).to_sparse()),
+            r": conv1\.tail\.odd is sparse_coo: exp",
+        ),
+        (
             with_stage("conv1", Stage(nn.Conv2d(3, 8, 3), WithExtraState()), 7200),
             r": conv1\.tail\._extra_state: Keel sends parameters and buffers only",
         ),
