@@ -319,7 +319,8 @@ def find_run(run: str | Path = "") -> SavedRun:
     if places:
         raise ValueError(f"{places[0]} has no {CONFIG_FILE}: not a run directory")
     if len(path.parts) > 1:
-        raise ValueError(f"{path} does not exist")
+        fault = "is a file: expected a run directory" if path.exists() else "does not exist"
+        raise ValueError(f"{path} {fault}")
     names = sorted(found.parent.name for found in base.glob(f"*/{CONFIG_FILE}"))
     matches = [name for name in names if name.startswith(text)]
     if len(matches) == 1:

@@ -291,6 +291,7 @@ def test_a_home_without_runs_is_one_line(home, refusal, printed):
     assert f"no runs in {home / 'runs'} yet" in printed("list")
     assert refusal("list", "/nowhere") == "error: /nowhere is not a directory\n"
     assert refusal("status", "/no/where") == "error: /no/where does not exist\n"
+    assert refusal("status", __file__) == f"error: {__file__} is a file: expected a run directory\n"
 
 
 # --- list ----------------------------------------------------------------------------------------
