@@ -85,7 +85,13 @@ from server_app.simulated_roster import (
     shown_entries,
     simulated_roster,
 )
-from server_app.summary import new_path, read_manifest, remove_state, runs_directory
+from server_app.summary import (
+    new_path,
+    read_config_file,
+    read_manifest,
+    remove_state,
+    runs_directory,
+)
 from server_app.trackers import check_trackers
 from strategies import Average, strategy_for
 from strategies.average import TooFewRepliesError, returned
@@ -473,7 +479,7 @@ def info_of(run: Run, history: Sequence[Line]) -> RunInfo:
         clients_per_round=run.cohort_size,
         num_rounds=config.rounds.num_rounds,
         history=tuple(history),
-        config=dict(config.flat),
+        config=read_config_file(run.directory.path)[0],  # in which num-clients is set
         device=str(next(run.model.parameters()).device),
     )
 

@@ -1,5 +1,6 @@
 """What observers are told, and what those of Keel print, log and write."""
 
+import json
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -62,6 +63,14 @@ def observed(no_pictures, tmp_path):
     keys = SMALL | quick | {"fraction-train": 0.5, "output-dir": str(tmp_path / "runs")}
     directory = run_inline(keys, NUM_CLIENTS, observers=[recorder])
     return directory, recorder.calls
+
+
+def test_observers_get_the_config_that_is_saved(observed):
+    """Trackers were told `num-clients` 0, and that of the clients only after a resume."""
+    directory, calls = observed
+    config = calls[0][1].config
+    assert config == json.loads((directory / "config.json").read_text())["config"]
+    assert config["num-clients"] == calls[0][1].num_clients
 
 
 def test_a_round_that_ends_after_the_signal_does_not_make_a_stopped_run_running(
