@@ -54,7 +54,8 @@ def parse_take(text: object) -> Take:
         value = float(number)
     except ValueError:
         value = 0.0
-    if how in upper_limits and 0 < value < upper_limits[how]:
+    is_whole = value.is_integer() or how not in ("mean", "median")  # of 1.5 rounds, two were read
+    if how in upper_limits and 0 < value < upper_limits[how] and is_whole:
         return Take(how, value)
     raise ValueError(f"expected {TAKES}")
 

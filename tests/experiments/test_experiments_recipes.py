@@ -413,6 +413,7 @@ laughs = "a0: &a0 [x]\n" + "".join(
             9,
             "rows.two.take = 'middle': expected final, best",
         ),
+        ("title: x", "take: mean 1.5", 1, "take = 'mean 1.5': expected final, best"),
         (
             "two: {method: fedprox}",
             "two: {of: accuracy}",
