@@ -153,7 +153,7 @@ def test_an_odd_entry_is_refused_by_name(odd):
 
 
 def test_fedlc_in_the_papers_form_refuses_clients_of_one_class():
-    entries = [entry("a"), entry("c", (0, 7) + (0,) * 8), entry("b", (7,) + (0,) * 9)]
+    entries = [entry("a"), entry("c", (0, 7) + (0,) * 8), entry("b", (1,) + (0,) * 9)]
     given = {"method": "fedlc"}
     text = rejected(entries, **given, **{"fedlc.exclude-true": True})
     assert text.startswith(
@@ -162,6 +162,8 @@ def test_fedlc_in_the_papers_form_refuses_clients_of_one_class():
     for keys in ({}, {"fedlc.exclude-true": True, "fedlc.tau": 0.0}):  # no class is infinitely far
         config = config_of(**given, **keys)
         check_roster(config, dict(enumerate(entries)), open_source(config))
+    config = config_of(**given, **{"fedlc.exclude-true": True})
+    check_roster(config, {1: entry("a"), 2: entry("b", (1, 1) + (0,) * 8)}, open_source(config))
 
 
 def test_fedpac_says_which_clients_lack_classes():

@@ -30,8 +30,7 @@ def margins(label_counts: Tensor, tau: float) -> Tensor:
 
     label_counts [C]: whole numbers.
     """
-    powers = label_counts.clamp_min(1).float().pow(-0.25)
-    return tau * powers.masked_fill(label_counts == 0, torch.inf)
+    return tau * label_counts.float().pow(-0.25)
 
 
 def loss_without_true_class(a: Tensor, y: Tensor) -> Tensor:
