@@ -74,12 +74,11 @@ class Product:
         self.precision = torch.zeros(num_classes, width, device=device)
         self.weighted = torch.zeros(num_classes, width, device=device)
 
-    @torch.no_grad()
     def add(self, mu: Tensor, s: Tensor, y: Tensor) -> None:
-        """Multiply in the posteriors of one batch."""
-        precision = s.detach().square().reciprocal()
+        """Multiply in the posteriors of one batch, which have no gradient."""
+        precision = s.square().reciprocal()
         self.precision.index_add_(0, y, precision)
-        self.weighted.index_add_(0, y, mu.detach() * precision)
+        self.weighted.index_add_(0, y, mu * precision)
 
     def read(self) -> Arrays:
         """M and S [C, dz], and which classes were seen [C]; (0, 1) for a class that was not."""
@@ -105,9 +104,8 @@ class Sampled(nn.Module):
         _, (raw,) = self.model.run(x, [self.model.stage_names[-1]], to_logits=False)
         mu, s = gaussian(raw)
         eps = torch.randn(self.num_samples, *mu.shape, generator=self.generator).to(mu.device)
-        logits = self.model.classifier((mu + s * eps).flatten(0, 1))
-        out: Tensor = logits.view(self.num_samples, len(x), -1).mean(0)
-        return out
+        logits: Tensor = self.model.classifier(mu + s * eps)  # [num_samples, B, C]
+        return logits.mean(0)
 
 
 @dataclass(frozen=True)
@@ -209,7 +207,7 @@ class FedCR(Method):
         """Extractor and head together; class products are collected in the last epoch."""
         train = ctx.config.train
         model = with_own_head(ctx, ctx.state).train().requires_grad_(True)
-        like = model.classifier.weight.new_empty(model.num_classes, model.feature_width)
+        like = model.classifier.weight  # [C, dz]
         check_extra(ctx.extra, {"M": like, "S": like})
         m, deviation = ctx.extra["M"], ctx.extra["S"].clamp_min(smallest)  # [C, dz]
         product = Product(model.num_classes, model.feature_width, ctx.device)

@@ -100,6 +100,15 @@ def test_q_copies_of_one_posterior_are_q_times_as_sure():
     assert read["S"].item() ** 2 == pytest.approx(0.49 / 5)
 
 
+def test_the_product_of_one_posterior_is_that_posterior_however_unsure():
+    product = Product(1, 2, torch.device("cpu"))
+    mu, s = torch.tensor([[3.0, -1.0]]), torch.tensor([[20.0, 0.1]])
+    product.add(mu, s, torch.tensor([0]))
+    read = product.read()
+    assert_close({"M": read["M"], "S": read["S"]}, {"M": mu, "S": s}, rtol=1e-6)
+    assert read["seen"].tolist() == [1]
+
+
 def cr_round(config, weights, m=None, s=None, **about):
     extra = {
         "M": torch.zeros(3, 256) if m is None else m,
@@ -139,14 +148,23 @@ def test_a_step_of_fedcr_is_the_formula(reverse):
     assert update.arrays.keys() == wanted.keys() - HEAD
 
 
-def test_fedcrs_product_is_of_the_last_epoch_alone():
-    """With a rate of zero: of every sample once."""
-    config = cr(lr=0.0, local_epochs=3, partition="classes", classes_per_client=2)
-    w = initial(config, seed=5)
+@pytest.mark.parametrize(
+    ("keys", "before"),
+    [
+        ({"lr": 0.0, "local_epochs": 3}, {"lr": 0.0}),  # of every sample once
+        ({"local_epochs": 2, "batch_size": 100}, {"local_epochs": 1, "batch_size": 100}),
+    ],
+)
+def test_fedcrs_product_is_of_the_last_epoch_alone(keys, before):
+    """Of the model as it was `before`: with a rate of zero, and after all steps but the last."""
+    classes = {"partition": "classes", "classes_per_client": 2}
+    w = initial(cr(), seed=5)
+    earlier = method_of(cr(**before, **classes)).train(cr_round(cr(**before, **classes), w))
+    config = cr(**keys, **classes)
     now = cr_round(config, w)
     update = method_of(config).train(now)
     network = build_network(config, SHAPE, NUM_CLASSES).double()
-    network.load_state_dict(w)
+    network.load_state_dict(earlier.arrays | earlier.state["head"])
     (x, y) = next(now.train_samples.in_order())
     _, (raw,) = network.run(x.double(), ["projection"], to_logits=False)
     mu, s = raw[:, :256].detach(), F.softplus(raw[:, 256:]).detach()
@@ -207,9 +225,13 @@ def test_fedcr_is_judged_by_the_mean_logits_of_its_draws():
     torch.testing.assert_close(first, sum(network.classifier(v) for v in z).detach() / 4)
 
 
-@pytest.mark.parametrize(("number", "moved"), [(2, set()), (3, HEAD)])
-def test_fedcrs_final_epochs_tune_the_head_after_the_last_round_alone(number, moved):
-    config = cr(fedcr__final_head_epochs=1, num_rounds=3)
+@pytest.mark.parametrize(
+    ("number", "moved", "model"),
+    [(2, set(), "cnn-fedreco"), (3, HEAD, "cnn-fedreco"), (3, HEAD, "resnet20")],
+)
+def test_fedcrs_final_epochs_tune_the_head_after_the_last_round_alone(number, moved, model):
+    """Not the running statistics of BatchNorm either."""
+    config = cr(fedcr__final_head_epochs=1, num_rounds=3, model=model)
     w = initial(config, seed=5)
     now = cr_round(config, w, number=number)
     model = method_of(config).personal_model(now, now.state)

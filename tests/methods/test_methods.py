@@ -5,6 +5,7 @@ Nothing here lists a method: a new file in client_app/methods is tested as it is
 
 import ast
 import dataclasses
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,11 @@ import client_app.objective
 import protocol.catalogue
 import strategies
 from client_app.handlers import check_state
-from client_app.method import Method, Update
+from client_app.method import Method, Update, phases_of
 from client_app.methods import method_of
 from client_app.objective import LocalObjective
 from client_app.setup import build_network
+from client_app.trainer import train_phase
 from protocol.catalogue import FLAGS, imported, method_names, method_spec
 from protocol.config import default_config
 from protocol.messages import read_reply
@@ -112,6 +114,44 @@ def test_a_round_returns_what_the_server_half_expects(name):
     assert update.num_steps > 0
     assert update.terms
     check_state(method_of(config), update)
+
+
+@each_method
+def test_a_round_trains_a_network_that_an_evaluation_left_frozen(name):
+    config = make_config(method=name, batch_size=100)
+    strategy = strategy_for(config, build_network(config, SHAPE, NUM_CLASSES))
+    received = strategy.initial_arrays(build_network(config, SHAPE, NUM_CLASSES))
+    now = make_round(config, received=received, extra=strategy.extra())
+    now.model.eval().requires_grad_(False)
+    method = method_of(config)
+    phases = phases_of(method, now)
+    descent, trained = None, set()
+    with suppress(StopIteration):
+        while True:
+            phase = phases.send(descent)
+            ids = {id(p) for p in phase.parameters}
+            for module in now.model.modules():
+                if ids & {id(p) for p in module.parameters(recurse=False)}:
+                    assert module.training
+                    trained.add(module)
+            assert all(p.requires_grad for p in phase.parameters)
+            descent = train_phase(now, phase)
+    assert trained
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("fedavg-ft", "epochs"),
+        ("fedbabu", "epochs"),
+        ("fedcr", "final_head_epochs"),
+        ("fedrep", "final_head_epochs"),
+    ],
+)
+def test_a_method_is_tuned_for_evaluation_if_that_has_epochs(name, key):
+    for epochs in (0, 1):
+        method = method_of(make_config(method=name, **{f"{name}__{key}": epochs}))
+        assert method.is_tuned_for_evaluation() == bool(epochs)
 
 
 LIMITS = [
