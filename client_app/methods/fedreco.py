@@ -50,7 +50,7 @@ def consensus_gradient(extract_0: Extractor, x: Tensor, h: Tensor) -> Arrays:
     Zeros for a parameter that u_0 does not use.
     """
     parameters = {n: t for n, t in extract_0.tensors.items() if isinstance(t, nn.Parameter)}
-    distance = representation_distance(h.detach(), extract_0(x))
+    distance = representation_distance(h, extract_0(x))
     gradients = torch.autograd.grad(distance, list(parameters.values()), materialize_grads=True)
     return dict(zip(parameters, gradients, strict=True))
 
@@ -112,7 +112,7 @@ class FedReCo(Method):
         shared = ctx.network("global", ctx.config.model.model)
         u_i, u_0 = model.extractor(split), shared.extractor(self.split_stage(shared))
         u_0.load_state_dict(ctx.received)
-        u_0.eval().requires_grad_(False)
+        u_0.eval()
         in_u = {id(p) for p in u_i.weights}
         v_i = [p for p in model.weights if id(p) not in in_u]
 
