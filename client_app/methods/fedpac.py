@@ -91,9 +91,8 @@ class FedPAC(Method):
         model = ctx.model
         like: Arrays = {}
         if "prototypes" in ctx.extra:
-            weight = model.classifier.weight
-            like["prototypes"] = weight.new_empty(model.num_classes, model.feature_width)
-            like["is-known"] = weight.new_empty(model.num_classes)
+            weight = model.classifier.weight  # [C, d]
+            like = {"prototypes": weight, "is-known": weight[:, 0]}
         if any(name.startswith("head.") for name in ctx.extra):
             like |= {f"head.{name}": array for name, array in head_of(model).items()}
         check_extra(ctx.extra, like)

@@ -356,13 +356,15 @@ def test_a_lost_reply_is_as_if_the_client_had_not_been_asked():
     assert abs(with_losses.c) > 1e-3
 
 
-def test_two_lost_replies_in_a_row_go_back_to_the_last_that_counted():
+def test_two_lost_replies_in_a_row_go_back_to_the_last_that_counted(caplog):
     federation = Federation(THREE, lr=0.01)
     federation.play((1,))
     seen = federation.c_of(1)
     federation.play((1, 2), lost=[1])
     assert federation.c_of(1) != seen
+    assert caplog.text == ""
     federation.play((1, 2), lost=[1])
+    assert "round 3: the update of round 2 was not aggregated; reverting" in caplog.text
     assert federation.kept[1]["control-before"]["theta"].item() == seen
     other = ScaffoldServer(federation.config, Number())
     other.load(federation.server.state())
