@@ -6,7 +6,8 @@ from client_fixtures import assert_same_bits, make_config, make_round
 from client_app.prototypes import class_sums, feature_sums
 
 
-def test_class_sums_are_of_the_model_in_eval_mode_and_leave_its_mode():
+def test_class_sums_are_of_the_model_in_eval_mode_and_leave_its_mode(monkeypatch):
+    monkeypatch.setattr("client_app.samples.evaluation_batch", 7)  # of 30 samples
     config = make_config(model="resnet20")
     now = make_round(config)
     now.model.train()

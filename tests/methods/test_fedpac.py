@@ -73,7 +73,8 @@ def test_h_and_v_as_printed():
     h, v = head_statistics(means, counts, torch.tensor(9.0))
     assert_close({"h": h}, {"h": means * torch.tensor([[0.25], [0], [0.75]])}, rtol=1e-6, atol=0)
     assert v.item() == pytest.approx((9 - h.square().sum().item()) / 8, rel=1e-6)
-    assert class_means(torch.tensor([[4.0], [0]]), torch.tensor([2.0, 0])).tolist() == [[2], [0]]
+    sums, of_class = torch.tensor([[4.0], [3], [0]]), torch.tensor([2.0, 1, 0])
+    assert class_means(sums, of_class).tolist() == [[2], [3], [0]]
 
 
 @pytest.mark.parametrize("partition", ["iid", "classes"])
