@@ -34,7 +34,7 @@ def place(times: Sequence[float], seconds_per_unit: Sequence[float]) -> list[lis
     """
     shares: list[list[int]] = [[] for _ in seconds_per_unit]
     free_s = [0.0] * len(seconds_per_unit)
-    for i in sorted(range(len(times)), key=lambda i: (-times[i], i)):
+    for i in sorted(range(len(times)), key=lambda i: -times[i]):
         done_s = [s + times[i] * rate for s, rate in zip(free_s, seconds_per_unit, strict=True)]
         worker = min(range(len(done_s)), key=done_s.__getitem__)
         free_s[worker] = done_s[worker]

@@ -99,7 +99,7 @@ class FedAdamStep(ServerOptimizer):
             r = self.num_steps
             lr *= (1 - o.beta2 ** (r + 1)) ** 0.5 / (1 - o.beta1 ** (r + 1))
         stepped = dict(average)
-        for name in sorted(trainable):
+        for name in trainable:
             delta = average[name] - current[name]
             if name not in self.m:
                 self.m[name] = torch.zeros_like(delta)
@@ -144,7 +144,7 @@ class FedACGStep(ServerOptimizer):
     def step(self, current: Arrays, average: Arrays, trainable: Collection[str]) -> Arrays:
         """m and w; buffers become the average."""
         sent = self.broadcast(current)
-        for name in sorted(trainable):
+        for name in trainable:
             delta = average[name] - sent[name]
             self.m[name] = self.lambda_ * self.m[name] + delta if name in self.m else delta
         return average

@@ -97,12 +97,13 @@ def test_each_size_and_number_of_channels_is_cached_on_its_own(load, tmp_path):
     assert len(entries(tmp_path)) == 3
 
 
+@pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("change", ["new file", "other pixels", "renamed"])
-def test_a_changed_folder_is_decoded_again(load, tmp_path, change):
+def test_a_changed_folder_is_decoded_again(load, tmp_path, change, split):
     spec = make_folder(tmp_path / "mine", random_images(2, 30, 30))
     load(spec)
     [before] = entries(tmp_path)
-    file = tmp_path / "mine" / "train" / "ant" / "0.png"
+    file = tmp_path / "mine" / split / "ant" / "0.png"
     if change == "new file":
         save_image(file.with_name("new.png"), random_images(30, 30, seed=9))
     elif change == "other pixels":
@@ -111,9 +112,9 @@ def test_a_changed_folder_is_decoded_again(load, tmp_path, change):
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     else:
         file.rename(file.with_name("9.png"))
-    source = load(spec)
-    assert len(source.train.labels) == (3 if change == "new file" else 2)
-    assert (source.train.images[0] == 0).all() == (change == "other pixels")
+    changed = getattr(load(spec), split)
+    assert len(changed.labels) == (3 if change == "new file" else 2)
+    assert (changed.images[0] == 0).all() == (change == "other pixels")
     assert before in entries(tmp_path)  # another process may use it
     assert len(entries(tmp_path)) == 2
 

@@ -301,6 +301,19 @@ def test_a_partition_depends_on_its_arguments_alone(name):
     assert_splits_all(parts, labels, 6)
 
 
+def test_a_partition_is_the_same_in_every_version():
+    labels = balanced_labels(8, 100)
+    assert {
+        name: partition_indices(name, labels, 6, **options, seed=9).digest() for name in PARTITIONS
+    } == {
+        "iid": "47e73fa5583ff7d3",
+        "dirichlet": "72d46506a2d00614",
+        "dirichlet-balanced": "df7a92c0e0cb06d7",
+        "classes": "11625e59db182827",
+        "shards": "6d49b515c0af2550",
+    }
+
+
 @pytest.mark.parametrize("name", PARTITIONS)
 def test_which_samples_of_a_class_a_client_gets_is_random(name):
     """Files often lie in an order that means something: one writer's digits after another's."""
@@ -474,6 +487,12 @@ def test_a_split_that_leaves_out_or_repeats_samples_is_refused(split, monkeypatc
 def test_owners_of_a_split_that_are_none_are_named(owners, found):
     with pytest.raises(ValueError, match=rf"^Parts: expected 6 owners, .* found {found}$"):
         Parts(np.arange(6), owners, 3)
+
+
+@pytest.mark.parametrize("client", [-1, 3])
+def test_there_is_no_part_of_a_client_outside_the_split(client):
+    with pytest.raises(IndexError, match=f"^client {client}: expected 0 to 2$"):
+        iid_partition(np.zeros(6, int), 3, seed=0)[client]
 
 
 def test_a_split_that_is_a_callable_object_has_a_name(monkeypatch):

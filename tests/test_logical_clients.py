@@ -199,13 +199,35 @@ def test_everybody_is_asked_once_and_answers_for_itself(nodes, num_workers):
         else:
             assert dict(reply.content["reply"]) == {"client": node - 2, "last": node * 10}
     assert list(grid.pull_messages(ids)) == []
+    assert (grid.sent, grid.carrier, grid.arrived) == ({}, {}, {})
 
 
-@given(st.integers(1, 40), st.integers(1, 5))
-def test_evaluating_everybody_is_one_message_a_worker(num_clients, num_workers):
+def test_the_workers_message_lives_as_long_as_its_clients(monkeypatch):
+    grid, lifetimes = LogicalGrid(Nodes(1), 2), []
+    monkeypatch.setattr(
+        grid.grid, "push_messages", lambda wholes: lifetimes.extend(m.metadata.ttl for m in wholes)
+    )
+    content = message_content(ConfigRecord({"round": 1}), array_record({}), array_record({}), 0)
+    grid.push_messages(
+        [Message(content, dst_node_id=node, message_type="train", ttl=77.0) for node in (2, 3)]
+    )
+    assert lifetimes == [77.0]
+
+
+def test_a_reply_is_held_until_it_is_asked_for():
+    grid = LogicalGrid(Nodes(1), 3)
+    ids = asked(grid, [2, 3, 4])
+    for message_id in ids:  # all came with the first
+        (reply,) = grid.pull_messages([message_id])
+        assert reply.metadata.reply_to_message_id == message_id
+
+
+@given(st.integers(1, 40), st.integers(1, 5), st.booleans())
+def test_evaluating_everybody_is_one_message_a_worker(num_clients, num_workers, sums):
     below = Nodes(num_workers)
     grid = LogicalGrid(below, 40)
-    grid.summing = Summing({}, {}, {}, lambda nodes, sums: None)  # of the training before
+    if sums:  # in the training before
+        grid.summing = Summing({}, {}, {}, lambda nodes, sums: None)
     turns = exchange_of(grid, None, None, num_workers).turns
     ids = asked(grid, range(2, 2 + num_clients), "evaluate")
     while list(grid.pull_messages(ids)):
@@ -276,6 +298,13 @@ def test_a_worker_that_was_slow_once_is_tried_again():
     assert num_idle > 0
 
 
+def test_a_worker_without_clients_moves_halfway_to_the_mean():
+    grid = LogicalGrid(Nodes(2), 4)
+    grid.seconds_per_unit = {1: 9.0, 2: 1.0}
+    grid.relax_idle({2})
+    assert grid.seconds_per_unit == {1: 7.0, 2: 1.0}
+
+
 def test_a_second_measurement_of_a_worker_counts_as_much_as_what_was_known():
     grid = LogicalGrid(Nodes(1), 4)
     [worker] = grid.workers
@@ -298,6 +327,7 @@ def test_many_clients_of_workers_that_do_not_sum_are_sent_in_parts_that_get_smal
     assert [max(places) for _, places in parts[::3]] == [199, 24, 2]
     grid.summing = Summing({}, {}, {}, lambda nodes, sums: None)
     assert len(grid.parts([1.0] * 12, is_training=True)) == 3
+    assert len(LogicalGrid(Nodes(1), 40).parts([1.0] * 12, is_training=True)) == 1
 
 
 def test_a_worker_that_dies_is_an_error_of_each_of_its_clients():
@@ -327,11 +357,23 @@ def test_numbers_are_ordered_as_their_names(num_clients):
     assert names == sorted(f"client-{n:04d}" for n in range(num_clients))
 
 
+def test_who_is_sampled_is_the_same_in_every_version():
+    names = [f"client-{n:04d}" for n in range(10)]
+    chosen = [
+        sample_cohort(names, ["client-0003"], 0.3, 5, server_round) for server_round in (1, 2)
+    ]
+    assert chosen == [
+        ["client-0000", "client-0005", "client-0009"],
+        ["client-0001", "client-0004", "client-0009"],
+    ]
+
+
 def test_numbers_are_sampled_as_their_names():
     names = ClientNames(10_050)
     everyone = set(names)
     assert len(everyone) == len(names) == 10_050
-    away = {"client-0007", "client-10049"}
+    assert everyone <= names
+    away = {"client-0007", "client-10049", *(f"client-{n:04d}" for n in range(9000, 9900))}
     for server_round in (1, 2):
         chosen = sample_cohort(everyone, away, 0.01, 5, server_round)
         numbers = [names.number(name) for name in away]
