@@ -118,6 +118,16 @@ def test_a_client_that_was_left_out_of_a_round_has_released_in_it_too(tmp_path):
     directory.close()
 
 
+def test_where_one_client_s_releases_are_missing_a_round_of_every_client_may_be(tmp_path):
+    directory, audit = RunDirectory(tmp_path), AuditLog(tmp_path)
+    for number in (1, 2):
+        directory.append_releases(number, ["a"])
+        audit.note("released", round=number, clients=["a", "b"])
+    directory.restore_releases({})
+    assert directory.release_counts() == {"a": 3, "b": 3}
+    directory.close()
+
+
 def test_a_damaged_line_of_a_completed_file_is_one_release(tmp_path):
     directory = RunDirectory(tmp_path)
     audit = AuditLog(tmp_path)
@@ -178,6 +188,13 @@ def test_lines_of_0_1_without_digests_count(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.append_releases(3, ["b"])
     assert directory.read_releases() == [["a"], ["a", "b"], ["b"]]
+    directory.close()
+
+
+def test_a_line_without_clients_counts_for_every_client(tmp_path):
+    (tmp_path / "releases.jsonl").write_text('{"round": 1, "clients": ["a", "b"]}\n{"round": 2}\n')
+    directory = RunDirectory(tmp_path)
+    assert directory.release_counts() == {"a": 2, "b": 2}
     directory.close()
 
 

@@ -43,6 +43,7 @@ import server_app.client_registry
 import server_app.federation
 import server_app.inline
 import server_app.rounds
+import server_app.run_directory
 import server_app.summary
 from client_app.method import Update
 from client_app.methods import method_of
@@ -59,7 +60,7 @@ from server_app.history import Line
 from server_app.inline import InlineGrid, run_inline
 from server_app.observers import RunObserver
 from server_app.rounds import DivergedError
-from server_app.run_directory import Checkpoint, RunDirectory, read_arrays
+from server_app.run_directory import Checkpoint, RunDirectory, new_run_directory, read_arrays
 from server_app.summary import read_manifest, remove_state
 from server_app.trained import load_model
 from strategies.average import TooFewRepliesError
@@ -354,6 +355,22 @@ def test_two_runs_of_one_second_get_folders_of_their_own(run, monkeypatch):
     names = [folder.name for folder in folders]
     stem = "20260101-120000-fedavg-digits"
     assert names == [stem, f"{stem}-1", f"{stem}-2"]
+
+
+def test_what_a_kill_left_half_written_goes_when_the_folder_is_opened(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    part = protocol.files.part_of(tmp_path / "checkpoints" / "round-00001.safetensors")
+    part.touch()
+    RunDirectory(tmp_path).close()
+    assert not part.exists()
+
+
+def test_a_folder_that_another_run_made_a_moment_before_stays_its_own(tmp_path, monkeypatch):
+    paths = iter([tmp_path, tmp_path / "free"])
+    monkeypatch.setattr(server_app.run_directory, "new_path", lambda config: next(paths))
+    directory = new_run_directory(resolve_config({}))
+    directory.close()
+    assert directory.path == tmp_path / "free"
 
 
 # --- checkpoint and resume -------------------------------------------------------------------
