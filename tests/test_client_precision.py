@@ -82,8 +82,8 @@ def test_what_is_cached_is_what_the_local_network_would_say(precision):
     compute = representations(objective, now.frozen("global", now.received), now)
     frozen = FrozenFeatureCache(now, compute, is_read_again=True)
     step = next(now.steps("batches", 1))
-    first, again = frozen.of(step), frozen.of(step)
-    with client_app.trainer.forward_in(precision, now.device):
+    with client_app.trainer.forward_in(precision, now.device):  # as the trainer calls both
+        first, again = frozen.of(step), frozen.of(step)
         _, reps = now.model.run(step.x, objective.layers(now.model))
     for z, z_first, z_again in zip(objective.represent(now.model, reps), first, again, strict=True):
         assert z.dtype == torch.float32
