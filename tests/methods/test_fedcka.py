@@ -322,6 +322,7 @@ def test_with_a_side_branch_the_projected_outputs_are_compared():
     """FedIntR's code, for its rows of FedCKA: heads at the first M stages, CKA after them."""
     method = fedcka(mu=3.0, projection="mlp-side")
     assert method.model_parts() == ModelParts(projection_heads=256, head_stages=(None, 2))
+    assert fedcka(mu=3.0).model_parts() == ModelParts()
     about = {"num_classes": 3, "channels": 3, "image_size": 32, "projection_heads": 5}
     models = [
         build_model("cnn-fedintr", seed=seed, head_stages=(None, 2), **about).double()

@@ -230,6 +230,17 @@ def test_from_round_2_a_first_participation_may_be_against_the_initial_weights(m
     assert method_of(own).first_previous(make_round(own, 2, received)) is None
 
 
+def test_a_side_branch_flattens_a_last_stage_that_has_positions():
+    method = moon(projection="mlp-side")
+    about = {"num_classes": 3, "channels": 1, "image_size": 28, "seed": 0}
+    model = build_model("resnet20", projection_heads=5, head_stages=(-1, None), **about)
+    _, (h,) = model.run(torch.randn(2, 1, 28, 28), method.layers(model))
+    (z,) = method.represent(model, [h])
+    (head,) = model.projection_heads.values()
+    assert h.dim() == 4
+    torch.testing.assert_close(z, torch.stack([head(each.reshape(-1)) for each in h]))
+
+
 @pytest.mark.parametrize("projection", ["none", "mlp"])
 def test_what_is_compared_is_the_classifiers_input(projection):
     method = moon(projection=projection)
