@@ -111,6 +111,8 @@ def test_a_round_returns_what_the_server_half_expects(name):
             k: (a.shape, a.dtype) for k, a in expected.items()
         }
         assert all(array.isfinite().all() for array in sent.values())
+    for arrays in (update.arrays, update.extra, *update.state.values()):
+        assert not any(array.requires_grad for array in arrays.values())
     assert update.num_steps > 0
     assert update.terms
     check_state(method_of(config), update)
