@@ -2,9 +2,11 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from client_fixtures import make_config
+from flwr.app import Message, RecordDict
 from run_fixtures import without_pictures
 
 from protocol import chained
@@ -12,6 +14,7 @@ from protocol.chained import append_chained, parsed, read_chained
 from server_app.audit import AuditLog
 from server_app.history import append_history
 from server_app.inline import run_inline
+from server_app.rounds import Sent
 from server_app.run_directory import RunDirectory, read_arrays
 
 
@@ -115,6 +118,20 @@ def test_a_client_that_was_left_out_of_a_round_has_released_in_it_too(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.restore_releases({})
     assert directory.release_counts() == {"a": 3, "b": 2}  # a round may have been under way
+    directory.close()
+
+
+@pytest.mark.usefixtures("task_identity")
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_training_and_what_is_sent_again_in_it_are_releases_and_evaluations_are_not(tmp_path, kind):
+    directory, roster = RunDirectory(tmp_path), {2: SimpleNamespace(client="a")}
+    config = make_config(method="fedreco", privacy__epsilon=0.5)
+    run = SimpleNamespace(
+        config=config, directory=directory, roster=roster, audit=AuditLog(tmp_path)
+    )
+    sent = Sent(run, 1, kind, [Message(RecordDict(), dst_node_id=2, message_type=kind)])
+    sent.note(2)
+    assert directory.release_counts() == ({"a": 2} if kind == "train" else {})
     directory.close()
 
 

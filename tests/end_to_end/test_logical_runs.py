@@ -4,6 +4,7 @@ import json
 import os
 import queue
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ from protocol.messages import tensors
 from server_app.exchange import Exchange
 from server_app.inline import InlineGrid, run_inline
 from server_app.observers import RunObserver
-from server_app.rounds import Run
+from server_app.rounds import Run, note_trained
 from server_app.run_directory import RunDirectory
 from server_app.simulated_roster import ByName
 from server_app.trained import load_model
@@ -403,6 +404,13 @@ def test_no_client_is_asked_twice_for_the_same_score(run, monkeypatch, every):
     monkeypatch.setattr(Run, "keeps_scores", False)  # then everybody is asked each time
     again = history_of(run(keys))
     assert [line.get("personal") for line in again] == [line.get("personal") for line in whole]
+
+
+def test_the_score_of_a_client_that_was_asked_to_train_does_not_hold():
+    run = SimpleNamespace(scores={"b": 0.5, "c": 0.25}, asked={"c"})
+    note_trained(run, {"participants": ["a"], "left_out": {"b": "no answer in time"}})
+    assert run.scores == {"a": None, "c": 0.25}
+    assert run.asked == {"a", "b", "c"}
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ from keel.runs import find_run
 from protocol.config import default_config, resolve_config
 from protocol.messages import TrainReply
 from protocol.seeds import seed_of
-from server_app.history import Line
+from server_app.history import Line, append_history
 from server_app.inline import InlineGrid, run_inline
 from server_app.observers import RunObserver
 from server_app.rounds import DivergedError
@@ -644,8 +644,9 @@ def test_a_refused_resume_of_a_finished_run_removes_nothing(run):
     assert sorted(folder.rglob("*.safetensors")) == before
 
 
-def test_a_client_that_lost_what_it_kept_is_named_and_left_out_until_it_may_begin_anew(run):
-    folder = run({"method": "moon"})
+@pytest.mark.parametrize("keys", [{}, {"local-test-fraction": 0.2, "evaluate-clients": "cohort"}])
+def test_a_client_that_lost_what_it_kept_is_named_and_left_out_until_it_may_begin_anew(run, keys):
+    folder = run({"method": "moon"} | keys)
     lost = folder / "clients" / "client-0002"
     shutil.rmtree(lost)
     resume(folder, num_rounds=3)
@@ -1016,6 +1017,16 @@ def test_a_damaged_checkpoint_goes_when_its_round_is_done_again_and_the_good_one
     save(2, 5.0)  # the history's last lines were lost
     assert checkpoints_of(tmp_path) == ["round-00002"]
     folder.close()
+
+
+def test_a_damaged_line_of_the_history_proves_a_checkpoint_that_is_lost(tmp_path):
+    line = {"round": 1, "participants": [], "losses": {}, "seconds": {}, "left_out": {}}
+    append_history(tmp_path / "history.jsonl", line)
+    with (tmp_path / "history.jsonl").open("a") as file:
+        file.write("damaged\n")
+    directory = RunDirectory(tmp_path)
+    assert [directory.has_checkpoint(interval) for interval in (1, 2)] == [True, False]
+    directory.close()
 
 
 def test_a_damaged_line_of_the_releases_counts_for_every_client(tmp_path, caplog):
