@@ -91,8 +91,10 @@ class FedProc(LocalObjective):
     def penalty(self, batch: Batch) -> Tensor:
         """(1 - a_t) GPC."""
         (z,) = batch.reps
-        a_t: float = batch.prepared
-        return (1 - a_t) * prototype_contrast(z, batch.y, batch.ctx.extra["prototypes"])
+        weight: float = 1 - batch.prepared
+        if weight == 0:
+            return z.new_zeros(())
+        return weight * prototype_contrast(z, batch.y, batch.ctx.extra["prototypes"])
 
     def finish(self, update: Update, ctx: RoundContext) -> Update:
         """The update with this client's class sums under the trained model."""
