@@ -401,7 +401,7 @@ def follow(
     while True:
         ended = tasks.wait(POLL_S)
         if tasks.is_kept_waiting():
-            progress.console.print("waiting for the cluster: other work has its CPUs or GPUs")
+            progress.console.print("waiting for the cluster: other work may have its CPUs or GPUs")
         for each in running:
             if new := each.new_rounds():
                 progress.update(each.bar, advance=new, accuracy=each.accuracy)

@@ -43,7 +43,7 @@ RAY_FOLDER = "keel-ray-"  # how the name of a runner's folder begins
 ENDED = "ended; repeat the command to resume from the last finished rounds"
 START_ATTEMPTS = 3  # a busy machine may miss a deadline of Ray's own
 LOST_S = 20.0  # after which a cluster whose head does not answer has ended
-FULL_S = 15.0  # after which a cluster that executes none of the runs is busy with other work
+FULL_S = 15.0  # after which a cluster that executes none of the runs may be busy with other work
 GRACE_S = 30.0  # for interrupted runs to save what they have
 STORE_BYTES = 80 * 2**20  # of Ray's objects: the least it accepts, as runs exchange none
 
@@ -105,7 +105,7 @@ class RayTasks:
         self.slots = 1  # at least, until Ray is there
         self._remote: Any = None
         self._heard = 0.0  # when the cluster's head last answered
-        self._executed = 0.0  # when a run was last seen executed
+        self._executed = 0.0  # when a run was last seen executed; inf: a wait was named
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -174,13 +174,16 @@ class RayTasks:
         return list(ray.wait(list(self.pending), timeout=seconds)[0])
 
     def is_kept_waiting(self) -> bool:
-        """Whether the cluster executes none of the runs, though it has had time; True only once."""
-        now = time.monotonic()
-        if not self.resources.address or now - self._executed < FULL_S:
+        """Whether the cluster has executed none of the runs for FULL_S; True only once."""
+        if not self.resources.address or self._executed == math.inf:
             return False
-        is_full = not any(map(is_executed, self.pending.values()))
-        self._executed = math.inf if is_full else now
-        return is_full
+        now = time.monotonic()
+        if any(map(is_executed, self.pending.values())):
+            self._executed = now
+        if now - self._executed < FULL_S:
+            return False
+        self._executed = math.inf
+        return True
 
     def result(self, task: Any) -> str | None:
         """What `execute` has returned for the run. KilledError if its process was killed."""
