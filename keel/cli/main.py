@@ -22,6 +22,8 @@ from typer.core import TyperGroup
 from protocol.text import printable
 
 RUNS, LISTS, TOOLS, OWN = "Runs", "Available", "Tools", "Your own methods"
+# what the image of a deployment leaves out
+NOT_IN_IMAGE = ("keel.benchmarks", "keel.experiments", "keel.deployment.loopback")
 # name: (module, panel of the help, first line of the help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "run": ("run", RUNS, "Train: `keel run method=fedintr num-rounds=10`."),
@@ -212,8 +214,7 @@ def executed(arguments: Sequence[str] | None) -> int:
     except Exception as error:
         if isinstance(error, ImportError) and is_interrupted(error):
             return 130
-        if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("keel."):
-            # as of the experiments and benchmarks, which the image of a deployment lacks
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith(NOT_IN_IMAGE):
             remedy = "use a checkout or `pip install`"
             print(f"error: this installation lacks {error.name}: {remedy}", file=sys.stderr)
             return 2

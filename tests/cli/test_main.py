@@ -276,6 +276,8 @@ def test_an_error_as_a_file_of_the_user_is_imported_is_one_line(tmp_path, monkey
     monkeypatch.setattr("keel.cli.runs.find_run", lambda name: exec(code))
     line = refusal("watch", "one")
     assert line.startswith(f"error: {mine}:2: ImportError: cannot import name 'Pathh'")
+    code = compile("import keel.typo\n", mine, "exec")
+    assert refusal("watch", "one").startswith(f"error: {mine}:1: ModuleNotFoundError: No module")
     code = compile("def f():\n    1 / 0\nf()\n", mine, "exec")
     with pytest.raises(ZeroDivisionError):  # no statement of the file: a bug of Keel's
         main(["watch", "one"])

@@ -10,6 +10,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from client_app import site_privacy
+from keel.cli.main import NOT_IN_IMAGE
 from protocol.config import app_folder
 
 docker = app_folder / "docker"
@@ -187,23 +188,24 @@ def test_the_image_holds_every_package_but_what_serves_tests_and_benchmarks():
     assert {f"!{name}" for name in copied} <= set(ignored)
     assert ignored[0] == "*"  # secrets and runs stay out of the build, whatever they are called
     left_out = {"keel/benchmarks", "keel/experiments", "keel/deployment/loopback.py"}
+    assert {name.removesuffix(".py").replace("/", ".") for name in left_out} == {*NOT_IN_IMAGE}
     assert left_out <= set(ignored[ignored.index("!keel") :])  # the last match counts
     assert all((app_folder / name).exists() for name in left_out)
 
 
+@pytest.mark.end_to_end  # it takes seconds to import all
 def test_every_module_of_the_image_can_be_imported_in_it():
-    left_out = ["keel.benchmarks", "keel.experiments", "keel.deployment.loopback"]
     only_in_a_checkout = "keel.cli.experiments"
     names = []
     for package in ("protocol", "models", "data", "client_app", "strategies", "server_app", "keel"):
         for path in (app_folder / package).rglob("[!_]*.py"):
             name = ".".join(path.relative_to(app_folder).with_suffix("").parts)
-            if not name.startswith((*left_out, only_in_a_checkout)):
+            if not name.startswith((*NOT_IN_IMAGE, only_in_a_checkout)):
                 names.append(name)
     assert len(names) > 100
     code = f"""
 import importlib, sys
-sys.modules.update(dict.fromkeys({left_out}))  # as if these were missing
+sys.modules.update(dict.fromkeys({NOT_IN_IMAGE}))  # as if these were missing
 for name in {sorted(names)}:
     importlib.import_module(name)
 """
