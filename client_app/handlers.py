@@ -566,10 +566,10 @@ def measure_training(
     The caller holds `turn`: otherwise the copies would wait for the steps of the next client.
     seconds, cpu_seconds: of training; this client's share where several train together.
 
-    If metrics are withheld, only the numbers of samples and of steps, which follows from it, are
-    returned, and the round of client state from an old backup. Client state that is not finite is
-    then replaced by the state before this round: an error would reveal something about the data,
-    and so would a missing version in the next round.
+    If metrics are withheld, it returns only the number of samples, the number of steps, which
+    follows from it, and the round of client state from an old backup. Client state that is not
+    finite is then replaced by the state before this round: an error would reveal something about
+    the data, and so would a missing version in the next round.
     """
     request, ctx, method = training.request, training.ctx, training.method
     check_unchanged(training)
@@ -711,10 +711,7 @@ def check_update(method: Method, update: Any) -> None:
 
 
 def other_than_tensors(arrays: Any) -> str:
-    """What an object is, or has under a name, instead of named tensors; "" if it is a dict of them.
-
-    Such as "list", or "float in 'weight'".
-    """
+    """Why it is no dict of tensors, as "list" or "float in 'weight'"; "" if it is one."""
     if not isinstance(arrays, Mapping):
         return type(arrays).__name__
     for name, array in arrays.items():

@@ -23,8 +23,7 @@ class OldState:
     - the time from the run's newest write until now, by the clock: a file that a jump of the clock
       has dated in the future is not yet old.
 
-    From both is subtracted how far the clock has jumped ahead since the run was last seen to
-    change.
+    Both are reduced by how far the clock has jumped ahead since the run was last seen to change.
     """
 
     def __init__(self, folder: Path, days: float) -> None:

@@ -106,14 +106,14 @@ class Exchange:
 
         Each reply's source is the node that was asked, whoever replied in its place.
 
-        A message to a node that goes away is sent again once its client returns, be it as another
-        node: within 30 seconds, or later if others are still awaited. A message whose reply was
-        lost, or whose ClientApp ended, is sent again at most twice.
+        A message to a node that goes away is sent again once its client returns, possibly as
+        another node: within 30 seconds, or later if others are still awaited. A message whose reply
+        was lost, or whose ClientApp ended, is sent again at most twice.
 
         The deadline moves by the time in which the SuperLink answers nothing, this process is
-        stopped, or clients train in this process. After a silence of the SuperLink, even if that
-        was before the messages are sent, clients get at least 2 minutes to reconnect; only two
-        silences extend the deadline so.
+        stopped, or clients train in this process. After a silence of the SuperLink, even one before
+        the messages are sent, clients get at least 2 minutes to reconnect; this extends the
+        deadline at most twice.
 
         what: description for the log. key: the config key that `timeout_s` comes from.
         max_bytes: of a reply; a larger one is refused while it arrives, as is a late one above the

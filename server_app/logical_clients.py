@@ -26,7 +26,7 @@ MIN_TAIL = 4  # clients per worker, at least, to send some of them later
 
 
 def place(times: Sequence[float], seconds_per_unit: Sequence[float]) -> list[list[int]]:
-    """Assign clients to workers; returns each worker's places in `times`.
+    """Assign clients to workers; returns each worker's indices into `times`.
 
     Longest first, each client goes to the worker that would finish it first. seconds_per_unit: of
     `times`, by worker. The round takes at most 4/3 - 1/(3 W) of the shortest possible time if the W

@@ -134,7 +134,7 @@ class Trained:
 class Sent:
     """Notes in the audit log what is sent and resent in a round, and the private releases.
 
-    clients: node to client as the messages were first sent: a client may have another node since.
+    clients: by node, when the messages were first sent; a client may have moved to another since.
     """
 
     def __init__(self, run: Run, server_round: int, kind: str, messages: Sequence[Message]) -> None:

@@ -202,8 +202,7 @@ def runs_directory(config: RunConfig) -> Path:
 def new_path(config: RunConfig) -> Path:
     """A path for a run directory, named by run-name, else by time, method and data.
 
-    A number is appended to the latter if such a path exists. ValueError if the path that `run-name`
-    says exists.
+    If a path named by time exists, a number is appended; if that of `run-name` does, ValueError.
     """
     rounds, parent = config.rounds, runs_directory(config)
     if not rounds.run_name:
@@ -283,7 +282,7 @@ def check_has_rounds_left(directory: Path, num_rounds: int) -> None:
     """ValueError, one line, if a resume up to this round would do nothing or undo rounds.
 
     A resume without rounds left is allowed for a run that ended before its last files were written.
-    Of a run that has finished with `keep-state = false`, state that a kill left is removed here.
+    If a run has finished with `keep-state = false`, state that a kill left behind is removed.
     """
     done = max((line["round"] for line in whole_lines(directory)[0]), default=0)
     if has_finished(directory):

@@ -135,7 +135,7 @@ def test_training_and_what_is_sent_again_in_it_are_releases_and_evaluations_are_
     directory.close()
 
 
-def test_where_one_client_s_releases_are_missing_a_round_of_every_client_may_be(tmp_path):
+def test_if_one_client_s_releases_are_missing_every_client_gets_one_more(tmp_path):
     directory, audit = RunDirectory(tmp_path), AuditLog(tmp_path)
     for number in (1, 2):
         directory.append_releases(number, ["a"])

@@ -75,7 +75,7 @@ class Product:
         self.weighted = torch.zeros(num_classes, width, device=device)
 
     def add(self, mu: Tensor, s: Tensor, y: Tensor) -> None:
-        """Multiply in the posteriors of one batch, which have no gradient."""
+        """Multiply in the posteriors of one batch: detached mu and s [B, dz]."""
         precision = s.square().reciprocal()
         self.precision.index_add_(0, y, precision)
         self.weighted.index_add_(0, y, mu * precision)

@@ -22,7 +22,7 @@ from typer.core import TyperGroup
 from protocol.text import printable
 
 RUNS, LISTS, TOOLS, OWN = "Runs", "Available", "Tools", "Your own methods"
-# what the image of a deployment leaves out
+# modules that the image of a deployment lacks
 NOT_IN_IMAGE = ("keel.benchmarks", "keel.experiments", "keel.deployment.loopback")
 # name: (module, panel of the help, first line of the help)
 COMMANDS: dict[str, tuple[str, str, str]] = {

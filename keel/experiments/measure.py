@@ -11,7 +11,10 @@ from typing import Any, Literal, get_args
 # parts, of the personal models on those. A curve `a.b` is line["a"]["b"] of history.jsonl.
 Curve = Literal["global.accuracy", "local_global.mean", "personal.mean"]
 CURVES: tuple[Curve, ...] = get_args(Curve)
-TAKES = "final, best, 'median N', 'mean N', 'ema DECAY', 'seconds to PERCENT' or 'seconds a round'"
+TAKES = (
+    "final, best, 'median N' or 'mean N' of N whole rounds, 'ema DECAY', 'seconds to PERCENT' or "
+    "'seconds a round'"
+)
 
 
 @dataclass(frozen=True)

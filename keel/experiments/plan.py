@@ -271,19 +271,11 @@ class Result:
     def left_out(self) -> str:
         """How many updates of its runs were not aggregated, and clients not evaluated; or empty."""
         found = [history_in(path) for _, path in self.finished]
+        updates = [(h.num_left_out, h.rounds_not_finite) for h in found]
+        evaluations = [(h.num_not_evaluated, h.rounds_partial) for h in found]
         words = []
-        for what, number, num_rounds in (
-            (
-                "updates",
-                sum(h.num_left_out for h in found),
-                sum(h.rounds_not_finite for h in found),
-            ),
-            (
-                "evaluations",
-                sum(h.num_not_evaluated for h in found),
-                sum(h.rounds_partial for h in found),
-            ),
-        ):
+        for what, counts in (("updates", updates), ("evaluations", evaluations)):
+            number, num_rounds = sum(n for n, _ in counts), sum(rounds for _, rounds in counts)
             why = ""
             if num_rounds:
                 why = f", in {num_of('round', num_rounds)} for values not finite or too large"

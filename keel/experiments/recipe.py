@@ -275,7 +275,7 @@ def _entry(name: str, entry: Entry, line: int, body: Lines | None) -> Entry:
         if key in entry.keys:
             raise LineError(lines[key], f"{key} of {name}: it is also under tune, which sets it")
         if len(set(values)) < len(values):
-            raise LineError(lines[key], f"tune.{key} of {name} = {values}: a value is there twice")
+            raise LineError(lines[key], f"tune.{key} of {name} = {values}: a value occurs twice")
     if entry.tuned and len(entry.tune) != 1:
         raise LineError(lines["tuned"], "tuned: expected exactly one key under tune")
     return entry.model_copy(update={"parts": (name,), "line": line, "lines": lines})

@@ -61,7 +61,7 @@ class _Loader(_SafeLoader):  # type: ignore[misc, valid-type]
             raise LineError(node.start_mark.line + 1, f"not YAML: {error}") from error
         except (AttributeError, IndexError, KeyError) as error:  # PyYAML's, as for `!!bool maybe`
             kind = node.tag.rpartition(":")[2]
-            message = f"not YAML: {node.value!r} is no !!{kind}"
+            message = f"not YAML: {node.value!r} is not a valid !!{kind}"
             raise LineError(node.start_mark.line + 1, message) from error
 
 

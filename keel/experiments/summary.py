@@ -211,10 +211,10 @@ def verdict_of(best: JudgedClaim, judged: Sequence[JudgedClaim], recipe: Recipe)
 
 
 def weight(claim: JudgedClaim) -> tuple[bool, bool, float, int]:
-    """A key by which the best evidence for a claim is the largest, over jobs with this claim.
+    """Sort key: of several jobs with the same claim, the largest is the best evidence.
 
-    First what was tested at all, then the paper's own setting, then local steps, up to the paper's,
-    then seeds.
+    What was tested at all counts first, then the paper's own setting, then the number of local
+    steps, up to the paper's, then that of seeds.
     """
     return claim.verdict != NOT_TESTED, not claim.deviations, min(claim.share, 1.0), claim.seeds
 
