@@ -401,6 +401,10 @@ def run_rounds(
     finally:
         try:
             end_run(run, reporter, tensors(arrays), status)
+        except OSError as error:  # such as a full disk, which may be what ended the run
+            if status == "finished":
+                raise
+            log.warning("the end of the run is incomplete: %s", error)
         finally:  # last: an observer may raise
             reporter.tell_end()
 

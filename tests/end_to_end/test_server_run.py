@@ -953,6 +953,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_a_resume_goes_on(run, monkeypa
         with pytest.raises(OSError, match=r"No space left on device: '.*'$") as caught:
             run({"num-rounds": 4})
     assert "\n" not in str(caught.value)
+    assert name in str(caught.value)  # what ended the run, not the summary
     broken = other_run(whole)
     assert not list(broken.rglob(".*.part"))
     resume(broken)
