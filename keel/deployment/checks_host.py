@@ -115,9 +115,15 @@ def check_port(address: str, ca: Path) -> Iterator[Finding]:
     except ssl.SSLCertVerificationError as error:
         why = error.verify_message
         if error.verify_code == hostname_mismatch or "mismatch" in why.lower():
-            yield problem(f"{address}: its certificate is for other names: {why}")
+            yield problem(
+                f"{address}: its certificate is for other names: {why}: use a name of it, or add "
+                f"this one: keel deploy credentials --renew --name {host}"
+            )
         elif error.verify_code == expired:
-            yield problem(f"{address}: its certificate has expired")
+            yield problem(
+                f"{address}: its certificate has expired: keel deploy credentials --renew makes "
+                "a new one for the server"
+            )
         elif error.verify_code == not_yet_valid:
             yield problem(f"{address}: its certificate is not yet valid: set this machine's clock")
         else:

@@ -31,6 +31,7 @@ def report_superlink(words: Sequence[str]) -> None:
         handshake(options.superlink, options.root_certificates)
     except (OSError, ValueError) as error:
         text = f"warning: SuperLink {options.superlink} cannot be reached yet: {error}"
+        text += ": keel doctor client --fleet says what to do"
         print(text, file=sys.stderr, flush=True)
         return
     if key := options.auth_supernode_private_key:

@@ -103,6 +103,7 @@ def test_a_certificate_for_other_names(made, monkeypatch):
     )
     text = problem(check_port(f"wrong.example.org:{port}", made / "ca/ca.pem"))
     assert "is for other names" in text
+    assert "keel deploy credentials --renew --name" in text
 
 
 def test_nobody_listens_no_such_name_and_no_tls(made):
