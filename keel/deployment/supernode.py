@@ -30,9 +30,12 @@ def report_superlink(words: Sequence[str]) -> None:
     try:
         handshake(options.superlink, options.root_certificates)
     except (OSError, ValueError) as error:
-        text = f"warning: SuperLink {options.superlink} cannot be reached yet: {error}"
-        text += ": keel doctor client --fleet says what to do"
-        print(text, file=sys.stderr, flush=True)
+        print(
+            f"warning: SuperLink {options.superlink} cannot be reached yet: {error}; `keel doctor "
+            f"client --fleet {options.superlink}` says what to do",
+            file=sys.stderr,
+            flush=True,
+        )
         return
     if key := options.auth_supernode_private_key:
         for finding in check_key(options.superlink, options.root_certificates, key):

@@ -199,8 +199,8 @@ class ClusterBackend(RayBackend):
             self.workers.remove(starting[future])
         if not self.workers:
             raise RuntimeError(
-                f"none of the {num} workers started within {SOON_S + late_s:g} s, probably because "
-                "other jobs use the cluster's CPUs or GPUs; start the run when they have ended "
+                f"no worker started within {SOON_S + late_s:g} s, probably because other jobs "
+                "use the cluster's CPUs or GPUs; start the run when they have ended "
                 "(`ray status` shows what is free)"
             )
         if late:
