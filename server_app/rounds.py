@@ -322,7 +322,7 @@ def evaluation_fields(
         fields["reset_needed"] = sorted({*report.reset_needed, *evaluation.reset_needed})
         fields["evaluation_bytes_down"] = evaluation.bytes_down
         fields["evaluation_bytes_up"] = evaluation.bytes_up
-    return fields | client_fields(sorted(scored, key=lambda reply: reply.client), run.method)
+    return fields | client_fields(scored, run.method)
 
 
 def record_round(run: Run, trained: Trained, beside_training: bool = False) -> Line:

@@ -276,10 +276,11 @@ def test_a_reply_is_late_until_it_comes_or_its_message_has_expired(what, named):
     assert exchange.late == {}
 
 
-def test_an_error_from_the_superlink_counts_for_the_client_that_was_asked():
-    """In simulation no client returns."""
+def test_an_error_from_the_superlink_counts_for_the_client_that_was_asked(clock):
+    """In simulation no client returns, and none is waited for."""
     grid = ToyGrid(lambda node, before: "gone" if node == 6 else "reply")
     assert outcomes(Exchange(grid).ask(to(5, 6), 5, "round 1")) == [(5, 5), (6, "no heartbeat")]
+    assert clock.now == 0
 
 
 def test_a_node_that_returns_with_its_id_is_asked_again(hurry, caplog):
@@ -452,6 +453,17 @@ def test_a_late_reply_that_still_arrives_does_not_hold_up_the_next_round(hurry, 
     monkeypatch.setattr(server_app.exchange, "SLOW_PULL_S", 60.0)
     assert outcomes(exchange.ask(to(5), 3, "round 2")) == [(5, 5)]
     grid.release.set()
+
+
+def test_a_late_reply_that_comes_while_others_are_awaited_is_named(hurry):
+    grid = ToyGrid(
+        lambda node, before: "slow" if node == 6 else "reply" * len(exchange.arrived_late)
+    )
+    exchange = Exchange(grid, str)
+    exchange.ask(to(6), 0.05, "round 1")
+    replies = exchange.ask(to(5), 3, "round 2", meanwhile=grid.release.set)
+    assert outcomes(replies) == [(5, 5)]
+    assert exchange.take_late() == ["client 6's reply to round 1"]
 
 
 def test_time_in_which_the_superlink_answers_nothing_does_not_count(clock):

@@ -31,7 +31,6 @@ import keel.cli.main
 import server_app.diagnostics.comparison
 import server_app.federation
 import server_app.inline
-import server_app.rounds
 from client_app.methods import method_of
 from client_app.setup import build_network, forget_sources, model_for, open_source
 from protocol.config import DIAGNOSTICS, resolve_config
@@ -43,9 +42,11 @@ from server_app.diagnostics.comparison import (
     probe_of,
 )
 from server_app.diagnostics.monitor import Monitor
+from server_app.exchange import Exchange
 from server_app.federation import prepare
 from server_app.inline import simulation
 from server_app.run_directory import read_arrays, save_arrays
+from strategies import Average
 
 Run = Callable[..., Path]
 LAYERS = ["conv1", "conv2", "fc1", "fc2", "features", "logits"]  # of cnn-fedreco
@@ -510,24 +511,27 @@ def test_the_guides_table_names_every_measure():
     assert tuple(re.findall(r"^\| `([a-z-]+)` \|", guide, re.M)) == DIAGNOSTICS
 
 
-def test_measures_are_taken_with_the_runs_threads_whatever_the_servers_are(run, monkeypatch):
+def test_updates_are_averaged_and_measured_with_the_runs_threads_whatever_the_servers_are(
+    run, monkeypatch
+):
     """Under Flower a server has torch's number, inline its clients': the last bits would differ."""
-    seen, measure, fields = [], Monitor.measure, server_app.rounds.training_fields
+    seen, ask = [], Exchange.ask
 
-    def fields_of_a_server(*what):
+    def ask_as_a_server(*what, **options):
+        replies = ask(*what, **options)
         torch.set_num_threads(3)
-        return fields(*what)
+        return replies
 
-    def noted(*what):
-        seen.append(torch.get_num_threads())
-        return measure(*what)
+    def noting(function):
+        return lambda *what: seen.append(torch.get_num_threads()) or function(*what)
 
-    monkeypatch.setattr("server_app.rounds.training_fields", fields_of_a_server)
-    monkeypatch.setattr(Monitor, "measure", noted)
+    monkeypatch.setattr(Exchange, "ask", ask_as_a_server)
+    for owner, name in ((Average, "aggregate_train"), (Monitor, "measure")):
+        monkeypatch.setattr(owner, name, noting(getattr(owner, name)))
     before = torch.get_num_threads()
     try:
         run({"diagnostics": "cka-global", "threads": 1, "num-rounds": 1})
-        assert (seen, torch.get_num_threads()) == ([1], 3)
+        assert (seen, torch.get_num_threads()) == ([1, 1], 3)
     finally:
         torch.set_num_threads(before)
 

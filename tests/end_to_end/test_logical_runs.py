@@ -38,7 +38,7 @@ from protocol.messages import tensors
 from server_app.exchange import Exchange
 from server_app.inline import InlineGrid, run_inline
 from server_app.observers import RunObserver
-from server_app.rounds import Run, note_trained
+from server_app.rounds import Run, note_scores, note_trained
 from server_app.run_directory import RunDirectory
 from server_app.simulated_roster import ByName
 from server_app.trained import load_model
@@ -373,6 +373,8 @@ def test_no_client_is_asked_twice_for_the_same_score(run, monkeypatch, every):
     def recorded(grid, message):
         kind, reply = message.metadata.message_type, answer(grid, message)
         number = message.content["round"]["round"] if kind != "query" else 0
+        if kind == "train":
+            assert message.content["round"]["evaluate"] == (number % every == 0)
         if kind == "evaluate":
             place = grid.contexts[message.metadata.dst_node_id].node_config["partition-id"]
             asked.setdefault(number, set()).add(f"client-{place:04d}")
@@ -411,6 +413,13 @@ def test_the_score_of_a_client_that_was_asked_to_train_does_not_hold():
     note_trained(run, {"participants": ["a"], "left_out": {"b": "no answer in time"}})
     assert run.scores == {"a": None, "c": 0.25}
     assert run.asked == {"a", "b", "c"}
+
+
+def test_the_score_of_a_client_that_was_never_asked_is_not_kept():
+    """Its model is made from the newest u_0, which the next round changes."""
+    scores = {"a": None}
+    note_scores(scores, {"personal": {"clients": {"a": 0.5, "b": 0.25}}})
+    assert scores == {"a": 0.5}
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,18 @@ import shutil
 import stat
 import statistics
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from data_fixtures import make_folder, make_npz, random_images
-from flwr.app import Message, MessageType
+from flwr.app import Error, Message, MessageType
+from flwr.common.constant import ErrorCode
 from method_fixtures import METHODS
 from run_fixtures import (
     NUM_CLIENTS,
@@ -63,7 +65,7 @@ from server_app.rounds import DivergedError
 from server_app.run_directory import Checkpoint, RunDirectory, new_run_directory, read_arrays
 from server_app.summary import read_manifest, remove_state
 from server_app.trained import load_model
-from strategies.average import TooFewRepliesError
+from strategies.average import Average, TooFewRepliesError
 
 Run = Callable[..., Path]
 half_of_them = {"fraction-train": 0.5, "local-test-fraction": 0.2}
@@ -708,6 +710,24 @@ def test_a_deployment_is_resumed_while_a_client_is_away(run, monkeypatch):
     assert "client-0001" in history_of(folder)[-1]["participants"]
 
 
+class Restarting(Deployed):
+    """Client-0001's SuperNode is restarted once it has trained, and has another id then."""
+
+    def answer(self, message: Message) -> Message:
+        reply, node = super().answer(message), message.metadata.dst_node_id
+        if (node, message.metadata.message_type) == (3, MessageType.TRAIN):
+            self.contexts[60] = self.contexts.pop(node)
+        return reply
+
+
+def test_a_client_that_returns_as_another_node_takes_part_and_is_in_the_roster(run, monkeypatch):
+    monkeypatch.setattr(server_app.inline, "InlineGrid", Restarting)
+    folder = run({})
+    assert len(history_of(folder)[1]["participants"]) == NUM_CLIENTS
+    rows = json.loads((folder / "roster.json").read_text())
+    assert [row["node"] for row in rows] == [2, 60, 4, 5]
+
+
 def test_a_server_with_a_stand_in_for_the_data_makes_the_model_that_it_makes_with_all_images(
     tmp_path, monkeypatch
 ):
@@ -1344,7 +1364,8 @@ def test_when_all_fail_the_run_ends_saying_why_and_can_go_on_from_before(run, sp
 
 
 def test_a_client_that_stays_silent_is_named_in_the_log_and_the_history(run, monkeypatch, caplog):
-    pull = InlineGrid.pull_messages
+    """Its reply comes before the round is written, here the last."""
+    pull, aggregate, is_aggregated = InlineGrid.pull_messages, Average.aggregate_train, []
 
     def pull_but_one(grid: InlineGrid, message_ids) -> Iterator[Message]:
         lost = [
@@ -1353,16 +1374,50 @@ def test_a_client_that_stays_silent_is_named_in_the_log_and_the_history(run, mon
             if message.metadata.message_type == MessageType.TRAIN
             and message.metadata.dst_node_id == 3
         ]
-        return pull(grid, set(message_ids) - set(lost))
+        return pull(grid, set(message_ids) - set([] if is_aggregated else lost))
+
+    def noting(*what: Any) -> Any:
+        is_aggregated.append(True)
+        return aggregate(*what)
 
     monkeypatch.setattr(InlineGrid, "pull_messages", pull_but_one)
+    monkeypatch.setattr(Average, "aggregate_train", noting)
     with caplog.at_level(logging.WARNING, logger="keel.server"):
         folder = run({"num-rounds": 1, "round-timeout": 2.0})
     [line] = history_of(folder)
     assert list(line["left_out"]) == ["client-0001"]
     assert "round-timeout = 2 seconds" in line["left_out"]["client-0001"]
     assert len(line["participants"]) == 3
+    assert line["late"] == ["client client-0001's reply to round 1"]
     assert any("left out client client-0001" in text for text in caplog.messages)
+
+
+class Losing(Deployed):
+    """Client-0001's first reply of each kind is lost on its way."""
+
+    def __init__(self, *what: Any) -> None:
+        super().__init__(*what)
+        self.lost: set[str] = set()
+
+    def answer(self, message: Message) -> Message:
+        reply, about = super().answer(message), message.metadata
+        if about.dst_node_id != 3 or about.message_type in self.lost:
+            return reply
+        self.lost.add(about.message_type)
+        return Message(Error(ErrorCode.REPLY_MESSAGE_UNAVAILABLE, "lost"), reply_to=message)
+
+
+def test_what_is_sent_again_counts_as_traffic_and_as_a_release(run, monkeypatch):
+    monkeypatch.setattr(server_app.inline, "InlineGrid", Losing)
+    keys = {"privacy.epsilon": 0.5, "privacy.delta": 1e-3, "privacy.metrics": "exact"}
+    folder = run(half_of_them | keys | {"num-rounds": 1, "evaluate-clients": "all"})
+    [line], notes = history_of(folder), audit_of(folder, "sent")
+    for kind, key in (("train", "bytes_down"), ("evaluate", "evaluation_bytes_down")):
+        sent = [note for note in notes if note["kind"] == kind]
+        assert sent[1]["clients"] == ["client-0001"]
+        assert line[key] == sum(note["bytes"] for note in sent)
+    with closing(RunDirectory(folder)) as directory:
+        assert directory.release_counts()["client-0001"] == 2
 
 
 def test_a_diverged_server_step_ends_the_run_with_one_line(run, tmp_path):
