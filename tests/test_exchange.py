@@ -200,8 +200,12 @@ def test_the_limit_of_a_simulation_has_a_turn_for_the_message_of_a_worker_that_d
 
 @pytest.mark.parametrize(
     ("is_simulation", "pull_s", "first_s", "gap_s"),
-    [(True, 1e-5, 0.01, 0.01), (True, 3e-4, 0.01, 0.06), (True, 0.01, 0.01, 0.5)]
-    + [(False, 1e-5, 0.1, 0.5)],
+    [
+        (True, 1e-5, 0.01, 0.01),
+        (True, 3e-4, 0.01, 0.06),
+        (True, 0.01, 0.01, 0.5),
+        (False, 1e-5, 0.1, 0.5),
+    ],
 )
 def test_a_simulation_is_polled_as_often_as_costs_half_a_percent_of_a_core(
     clock, monkeypatch, is_simulation, pull_s, first_s, gap_s
