@@ -1040,6 +1040,30 @@ def test_a_damaged_checkpoint_goes_when_its_round_is_done_again_and_the_good_one
     folder.close()
 
 
+def test_the_newest_two_checkpoints_are_kept_however_far_apart(tmp_path):
+    with closing(RunDirectory(tmp_path)) as directory:
+        directory.checkpoint_interval = 3
+        for number in (3, 6, 9, 10):  # the last round has one too
+            directory.save_checkpoint(Checkpoint(number, {}, {}), "cnn-fedreco")
+            kept = directory.checkpoint_rounds()
+            assert kept == {3: [3], 6: [3, 6], 9: [6, 9], 10: [9, 10]}[number]
+
+
+def test_a_closed_folder_leaves_the_level_of_the_log_as_it_was(tmp_path, monkeypatch):
+    logger = logging.getLogger("keel")
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    with closing(RunDirectory(tmp_path)) as directory:
+        directory.start_log()
+        assert logger.level == logging.INFO
+    assert logger.level == logging.NOTSET
+
+
+def test_a_file_that_cannot_be_opened_is_refused_with_the_reason(tmp_path):
+    """safetensors would say that there is no such file."""
+    with pytest.raises(IsADirectoryError):
+        read_arrays(tmp_path)
+
+
 def test_a_damaged_line_of_the_history_proves_a_checkpoint_that_is_lost(tmp_path):
     line = {"round": 1, "participants": [], "losses": {}, "seconds": {}, "left_out": {}}
     append_history(tmp_path / "history.jsonl", line)
@@ -1232,6 +1256,7 @@ def test_a_run_that_was_extended_is_verified(run):
     folder = run({"num-rounds": 2, "evaluate-every": 5, "keep-state": True})
     resume(folder, num_rounds=4)
     assert all(check.passed for check in checks(folder, 2))
+    assert json.loads((folder / "config.json").read_text())["overrides"]["num-rounds"] == 4
 
 
 def test_what_the_defaults_have_become_since_is_named(run):

@@ -1,5 +1,6 @@
 """Ditto: personal steps by the formula, and the global model beside them."""
 
+import pytest
 from client_fixtures import (
     assert_close,
     assert_same_bits,
@@ -43,6 +44,12 @@ def test_dittos_step_with_eta_lambda_1_lands_beside_w(in_float64):
     moved = sgd_by_hand(config, v, [batch], sorted(v), lr=0.05)
     expected = {n: w[n] + moved[n] - v[n] for n in v}
     assert_close(update.state["personal"], expected, rtol=0, atol=1e-12)
+    alone = [
+        train(make_config(batch_size=100), received=arrays).terms["supervised"] for arrays in (w, v)
+    ]
+    distance = sum(((v[n] - w[n]) ** 2).sum().item() for n in v)
+    losses = {"supervised": alone[0], "personal.supervised": alone[1]}
+    assert update.terms == pytest.approx(losses | {"personal.penalty": 20.0 / 2 * distance})
 
 
 def test_dittos_global_model_is_fedavgs_for_any_lambda():
