@@ -566,8 +566,9 @@ def test_a_finished_run_gives_up_its_state_but_not_its_models(run, method, num_r
 
 
 def test_a_run_whose_state_cannot_be_removed_finishes_and_says_so(run, monkeypatch, caplog):
-    def removed(path):
-        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+    def removed(path, ignore_errors=False):  # as the data cache asks, when it is first filled
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
 
     keys = {"method": "moon", "keep-state": False, "diagnostics": "all"}
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="keel.server"):
