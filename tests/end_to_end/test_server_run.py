@@ -738,10 +738,11 @@ def test_a_server_with_a_stand_in_for_the_data_makes_the_model_that_it_makes_wit
     stand_in = make_folder(tmp_path / "stand-in", np.zeros((2, 32, 32), np.uint8))
     keys = {"model": "cnn-fedintr", "image-size": 32, "normalise": "half", "num-clients": 2}
     keys |= {"method": "fedintr", "num-rounds": 2}
-    keys |= {"evaluate-global": False, "evaluate-clients": "all"}
+    keys |= {"evaluate-global": False, "evaluate-clients": "all", "output-dir": str(tmp_path)}
     nodes = [{"name": f"site-{n}", "source": source} for n, source in enumerate(sites)]
     runs = [
-        run_inline(keys | {"source": source, "output-dir": str(tmp_path / name)}, 2, nodes)
+        # named, as two runs of one second would have the same name, which the sites refuse
+        run_inline(keys | {"source": source, "run-name": name}, 2, nodes)
         for name, source in (("images", sites[0]), ("none", stand_in))
     ]
     assert same_bits(*map(final_model, runs))

@@ -121,7 +121,8 @@ def test_a_message_of_other_code_is_refused_with_one_line_here_and_there(worker,
     [reply] = exchange(worker.path, frames, time.monotonic() + 5)
     reason = json.loads(reply)["error"]["reason"]
     assert reason.startswith(f"this client's worker runs code {worker.code} of Keel, the run's app")
-    assert caplog.messages == [f"message refused: {reason}"]
+    # a connection of an earlier test may end meanwhile, which is logged too
+    assert [m for m in caplog.messages if "refused" in m] == [f"message refused: {reason}"]
 
 
 def test_an_exception_of_the_handlers_is_an_error_of_one_line(worker, monkeypatch):
