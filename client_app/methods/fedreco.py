@@ -112,7 +112,7 @@ class FedReCo(Method):
         shared = ctx.network("global", ctx.config.model.model)
         u_i, u_0 = model.extractor(split), shared.extractor(self.split_stage(shared))
         u_0.load_state_dict(ctx.received)
-        u_0.eval()
+        u_0.eval().requires_grad_(False)
         in_u = {id(p) for p in u_i.weights}
         v_i = [p for p in model.weights if id(p) not in in_u]
 

@@ -472,7 +472,9 @@ def test_a_supernode_names_its_superlink_and_why_it_cannot_be_reached(made, tmp_
     assert "cannot be reached yet: [SSL: CERTIFICATE_VERIFY_FAILED]" in capsys.readouterr().err
     thread.join(30)
     report_superlink(["--superlink", address, f"--root-certificates={made / 'ca/ca.pem'}"])
-    assert f"SuperLink {address} cannot be reached yet: [Errno 111]" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"SuperLink {address} cannot be reached yet: [Errno 111]" in error
+    assert f"`keel doctor client --fleet {address}` says what to do" in error
 
 
 @pytest.mark.end_to_end
