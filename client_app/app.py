@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 
 from client_app.worker_client import send_to_worker
 from client_app.worker_socket import worker_variable
-from protocol.flower_compat.simulation_patches import replace_backend
+from flower_adapter.simulation_patches import replace_backend
 
 app = ClientApp()
 replace_backend()  # in Flower's simulation, which loads this before it starts Ray

@@ -60,12 +60,12 @@ from client_app.stacked import clients_that_fit, key_of_stack, train_stacked
 from client_app.state import ResetNeeded
 from client_app.worker_client import run_and_round
 from data.decoding import ImageFileError
+from flower_adapter import CLIENT_FAILED, GPU_LOST
 from models.fixed import give_back, is_borrowed, is_overwritten
 from protocol.code import line_in_method, place_of
 from protocol.config import config_from_json, keel_home
 from protocol.exact_sum import ExactSum
 from protocol.files import private_files
-from protocol.flower_compat import CLIENT_FAILED, GPU_LOST
 from protocol.messages import (
     REJECTED,
     RESET_NEEDED,

@@ -12,8 +12,8 @@ from pathlib import Path
 from flwr.app import Context, Error, Message, MessageType, RecordDict
 
 from client_app.worker_socket import exchange, wait_until_ready
+from flower_adapter import CLIENT_FAILED, from_bytes, to_bytes
 from protocol.code import code_digest
-from protocol.flower_compat import CLIENT_FAILED, from_bytes, to_bytes
 from protocol.text import in_one_line
 
 log = logging.getLogger("keel.client")

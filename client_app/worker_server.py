@@ -51,9 +51,9 @@ from client_app.worker_socket import (
     send_frames,
     worker_variable,
 )
+from flower_adapter import CLIENT_FAILED, GPU_LOST, from_bytes, to_bytes
 from protocol.code import code_digest
 from protocol.files import naming, remove_parts
-from protocol.flower_compat import CLIENT_FAILED, GPU_LOST, from_bytes, to_bytes
 from protocol.messages import last_accepted_round_of
 from protocol.text import in_one_line, num_of
 

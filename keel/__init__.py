@@ -13,7 +13,15 @@ if TYPE_CHECKING:
 __all__ = ["Run", "__version__", "load_model", "load_run", "run"]
 
 # A user's data.py or models/ beside a script would be imported instead of Keel's package.
-for _package in ("client_app", "data", "models", "protocol", "server_app", "strategies"):
+for _package in (
+    "client_app",
+    "data",
+    "flower_adapter",
+    "models",
+    "protocol",
+    "server_app",
+    "strategies",
+):
     _spec = find_spec(_package)
     if _spec and _spec.origin:
         _file = Path(_spec.origin).resolve()

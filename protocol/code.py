@@ -13,7 +13,7 @@ from protocol.catalogue import method_names, method_stem
 from protocol.config import app_folder
 from protocol.files import digest
 
-run_by_worker = ("client_app", "data", "models", "protocol")  # packages
+run_by_worker = ("client_app", "data", "flower_adapter", "models", "protocol")  # packages
 SERVER_PACKAGES = ("server_app", "strategies")  # beside those of the clients
 
 

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from protocol.code import code_digest
 from protocol.config import RunConfig, config_from_json, keel_version
-from protocol.flower_compat import LazyArray
+from protocol.lazy_array import LazyArray
 from protocol.packing import Pieces, Shapes, packed_pieces, packed_size
 from protocol.text import check_client_name, in_one_line, num_of
 

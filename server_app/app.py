@@ -7,7 +7,7 @@ from logging.handlers import MemoryHandler
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from protocol.flower_compat import bound_superlink_retries, on_process_exit
+from flower_adapter import bound_superlink_retries, on_process_exit
 from server_app.federation import run_federation
 from server_app.observers import SummaryTable
 

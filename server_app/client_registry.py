@@ -14,8 +14,8 @@ from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from data.sources import Source
+from flower_adapter import CRASHED, NO_REPLY, NODE_UNAVAILABLE, is_in_process_grid
 from protocol.config import RunConfig
-from protocol.flower_compat import CRASHED, NO_REPLY, NODE_UNAVAILABLE, is_in_process_grid
 from protocol.messages import RosterEntry, error_reason, read_roster
 from protocol.text import in_one_line, num_of, shortened
 from server_app.exchange import Exchange

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from flwr.app import Error, Message
 from flwr.serverapp import Grid
 
-from protocol.flower_compat import (
+from flower_adapter import (
     CLIENT_FAILED,
     CRASHED,
     NO_REPLY,

@@ -20,10 +20,10 @@ from client_app.samples import Samples
 from client_app.setup import dataset_spec_of, device_for, model_for, open_source, pixels_of, placed
 from client_app.stacked import check_stackable
 from client_app.state import StateMemory, max_rounds_ahead, memories
+from flower_adapter import has_own_clients, is_in_process_grid, watch_superlink
 from protocol.code import line_in_method, place_of
 from protocol.config import RunConfig, resolve_config, with_current_names
 from protocol.files import private_files
-from protocol.flower_compat import has_own_clients, is_in_process_grid, watch_superlink
 from protocol.messages import (
     Arrays,
     PreflightRequest,

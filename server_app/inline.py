@@ -23,7 +23,7 @@ from client_app.handlers import (
     forget_data,
     train_together,
 )
-from protocol.flower_compat import assign_message_id, begin_task
+from flower_adapter import assign_message_id, begin_task
 from protocol.legacy import forward
 from protocol.options import OptionValue
 from server_app.federation import run_federation

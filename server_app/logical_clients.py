@@ -17,7 +17,7 @@ from typing import Any
 from flwr.app import ArrayRecord, Error, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
-from protocol.flower_compat import assign_message_id, has_own_clients, is_in_process_grid
+from flower_adapter import assign_message_id, has_own_clients, is_in_process_grid
 from protocol.messages import Arrays, find_record, simulated_content, simulated_replies, tensors
 from strategies.sampling import FIRST_NODE
 

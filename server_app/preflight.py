@@ -20,15 +20,15 @@ from client_app.machine import data_digest
 from client_app.methods import method_of
 from client_app.setup import split_over_clients
 from data.sources import Source
-from protocol.config import RunConfig
-from protocol.files import naming
-from protocol.flower_compat.simulation import (
+from flower_adapter.simulation import (
     LogLine,
     WorkerReply,
     has_own_backend,
     is_cluster,
     started,
 )
+from protocol.config import RunConfig
+from protocol.files import naming
 from protocol.messages import (
     DatasetSpec,
     MachineReport,

@@ -18,9 +18,9 @@ from client_app.method import Method
 from client_app.samples import Samples
 from client_app.state import StateMemory
 from data.sources import Source
+from flower_adapter import has_own_clients, is_in_process_grid
 from models import StagedModel
 from protocol.config import RoundsConfig, RunConfig
-from protocol.flower_compat import has_own_clients, is_in_process_grid
 from protocol.messages import (
     Arrays,
     DatasetSpec,

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
+from flower_adapter.aggregation import select_multikrum, trim_mean
 from protocol.config import RoundsConfig
 from protocol.exact_sum import ExactSum
-from protocol.flower_compat.aggregation import select_multikrum, trim_mean
 from protocol.messages import Arrays, TrainReply
 from protocol.text import num_of
 

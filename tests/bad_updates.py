@@ -15,7 +15,7 @@ import torch
 from flwr.app import Error, Message, MessageType
 
 import client_app.app
-from protocol.flower_compat import CLIENT_FAILED
+from flower_adapter import CLIENT_FAILED
 from protocol.messages import Arrays, TrainReply, read_reply, reply_content, tensors
 from protocol.options import OptionValue
 from server_app.federation import run_federation

@@ -17,7 +17,7 @@ from flwr.app import Array, ArrayRecord, Message, RecordDict
 from flwr.app.message import remove_content_from_message
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 
-from protocol.flower_compat import assign_message_id, supernode
+from flower_adapter import assign_message_id, supernode
 
 sizes, object_mib = os.environ["HOSTILE_SUPERNODE"].split(":")
 sizes_mib, object_mib = list(map(int, sizes.split(","))), int(object_mib)

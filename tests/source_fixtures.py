@@ -10,7 +10,16 @@ from pathlib import Path
 from protocol.code import SERVER_PACKAGES, run_by_worker
 from protocol.config import app_folder, project_file
 
-PACKAGES = ("client_app", "data", "keel", "models", "protocol", "server_app", "strategies")
+PACKAGES = (
+    "client_app",
+    "data",
+    "flower_adapter",
+    "keel",
+    "models",
+    "protocol",
+    "server_app",
+    "strategies",
+)
 STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)  # no import is within an expression
 
 

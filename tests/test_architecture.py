@@ -21,6 +21,7 @@ root = Path(__file__).parent.parent
 # A package may import itself and those on the lines above it, not its neighbours.
 LAYERS = (
     ("protocol",),
+    ("flower_adapter",),
     ("models", "data"),
     ("client_app", "strategies"),
     ("server_app",),
@@ -29,7 +30,7 @@ LAYERS = (
 LAYER_OF = {package: n for n, packages in enumerate(LAYERS) for package in packages}
 WITH_TORCH = {"protocol.exact_sum", "protocol.messages", "protocol.packing"}
 
-# What Keel uses of Flower; all else is in protocol/flower_compat.
+# What Keel uses of Flower; all else is in flower_adapter.
 FLOWER = {"flwr", "flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp.strategy"}
 IMPORT_CALL = re.compile(r"""(?:import_module|__import__)\(\s*["']([\w.]+)["']""")
 
@@ -101,11 +102,11 @@ def test_imports_point_down():
     assert wrong == []
 
 
-def test_only_flower_compat_imports_what_flower_does_not_export():
+def test_only_flower_adapter_imports_what_flower_does_not_export():
     wrong = [
         f"{name} imports {imported}"
         for name, file in MODULES.items()
-        if not name.startswith("protocol.flower_compat")
+        if not name.startswith("flower_adapter")
         for node in imports_of(file)
         for imported in (
             [alias.name for alias in node.names]

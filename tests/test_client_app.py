@@ -49,8 +49,8 @@ from client_app.objective import objective_phase
 from client_app.process_cache import ProcessCache
 from client_app.setup import build_network, client_indices, open_source, pixels_of
 from client_app.state import StateFolder, StateMemory, max_rounds_ahead, memories
+from flower_adapter import GPU_LOST
 from protocol.config import config_from_json
-from protocol.flower_compat import GPU_LOST
 from protocol.messages import (
     RESET_NEEDED,
     TrainRequest,

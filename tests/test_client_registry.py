@@ -11,7 +11,7 @@ from roster_fixtures import config_of, entry
 
 import server_app.client_registry
 from client_app.setup import dataset_spec_of, open_source
-from protocol.flower_compat import (
+from flower_adapter import (
     CLIENT_FAILED,
     SUPERLINK_NODE,
     assign_message_id,

@@ -15,7 +15,7 @@ from flwr.common.constant import ErrorCode
 from run_fixtures import wait_until
 
 import server_app.exchange
-from protocol.flower_compat import (
+from flower_adapter import (
     CLIENT_FAILED,
     NotPushedError,
     assign_message_id,

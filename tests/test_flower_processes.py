@@ -1,6 +1,6 @@
 """What Keel's patches of SuperLink, SuperNode and SuperExec rest on, in the installed Flower.
 
-A failure here means that Flower changed: read its message, and the patch in protocol/flower_compat.
+A failure here means that Flower changed: read its message, and the patch in flower_adapter.
 """
 
 import ast
@@ -49,17 +49,26 @@ from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 from flwr.supernode.runtime.run_clientapp import run_clientapp
 from source_fixtures import imports_of, write_newer_app
 
-import protocol.flower_compat.superexec as superexec
-import protocol.flower_compat.superlink as superlink
-import protocol.flower_compat.supernode as supernode
-from protocol import flower_compat
+import flower_adapter
+import flower_adapter.superexec as superexec
+import flower_adapter.superlink as superlink
+import flower_adapter.supernode as supernode
+from flower_adapter.app_install import install_whole
+from flower_adapter.superexec import ForkingExecutor
+from flower_adapter.supernode import AnsweringNodeState
 from protocol.code import code_digest
 from protocol.config import app_folder
-from protocol.flower_compat.app_install import install_whole
-from protocol.flower_compat.superexec import ForkingExecutor
-from protocol.flower_compat.supernode import AnsweringNodeState
 
-packages = ("client_app", "data", "keel", "models", "protocol", "server_app", "strategies")
+packages = (
+    "client_app",
+    "data",
+    "flower_adapter",
+    "keel",
+    "models",
+    "protocol",
+    "server_app",
+    "strategies",
+)
 public = ("flwr.app", "flwr.serverapp", "flwr.clientapp")  # and what lies below them
 
 
@@ -78,7 +87,7 @@ def test_no_other_module_imports_flowers_internals():
     strangers = []
     for package in packages:
         for path in sorted((app_folder / package).rglob("*.py")):
-            if (app_folder / "protocol/flower_compat") in path.parents:
+            if (app_folder / "flower_adapter") in path.parents:
                 continue
             for node in imports_of(path):
                 if isinstance(node, ast.Import):
@@ -93,37 +102,37 @@ def test_no_other_module_imports_flowers_internals():
                     if name != "flwr.simulation"
                     or path != app_folder / "keel/benchmarks/frameworks.py"
                 ]
-    assert strangers == [], "import these through protocol.flower_compat"
+    assert strangers == [], "import these through flower_adapter"
 
 
 def test_replacing_a_name_that_is_not_as_expected_ends_the_process_and_says_so():
     module = ModuleType("flwr.some_module")
     module.name = "as in Flower 1.40"
     with pytest.raises(SystemExit, match=r"flwr\.some_module\.name: not as in Flower 1\.39"):
-        flower_compat.replace(module, "name", "new", "as in Flower 1.39")
+        flower_adapter.replace(module, "name", "new", "as in Flower 1.39")
     assert module.name == "as in Flower 1.40"
-    flower_compat.replace(module, "name", "new", "as in Flower 1.40")
+    flower_adapter.replace(module, "name", "new", "as in Flower 1.40")
     assert module.name == "new"
 
 
 def test_messages_contexts_and_records_survive_serialisation():
     records = RecordDict({"config": ConfigRecord({"a": 1, "b": [0.5], "c": b"\0"})})
-    flower_compat.begin_task(7)
+    flower_adapter.begin_task(7)
     message = Message(records, dst_node_id=3, message_type="train")
-    flower_compat.assign_message_id(message, "id")
-    copy = flower_compat.from_bytes(Message, flower_compat.to_bytes(message))
+    flower_adapter.assign_message_id(message, "id")
+    copy = flower_adapter.from_bytes(Message, flower_adapter.to_bytes(message))
     assert copy.content == records
     assert copy.metadata.message_id == "id"
     assert copy.metadata.message_type == "train"
     context = Context(7, 3, {"name": "site-a"}, records, {"lr": 0.1})
-    copied = flower_compat.from_bytes(Context, flower_compat.to_bytes(context))
+    copied = flower_adapter.from_bytes(Context, flower_adapter.to_bytes(context))
     assert copied.node_config == {"name": "site-a"}
     assert copied.state == records
-    assert flower_compat.from_bytes(RecordDict, flower_compat.to_bytes(records)) == records
+    assert flower_adapter.from_bytes(RecordDict, flower_adapter.to_bytes(records)) == records
 
 
 def test_the_command_line_says_that_a_superlink_is_unavailable_in_these_words():
-    assert flower_compat.superlink_unavailable in " ".join(SUPERLINK_UNAVAILABLE_MESSAGE.split())
+    assert flower_adapter.superlink_unavailable in " ".join(SUPERLINK_UNAVAILABLE_MESSAGE.split())
 
 
 def test_superlink():
@@ -349,7 +358,7 @@ def test_importing_it_is_cheap():
     import subprocess
 
     code = (
-        "import sys, protocol.flower_compat\n"
+        "import sys, flower_adapter\n"
         "sys.exit(any(m in sys.modules for m in ('torch', 'ray', 'sqlalchemy', 'flwr.superlink')))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=app_folder, timeout=60, check=False)
@@ -412,7 +421,7 @@ def test_an_app_that_is_whole_stays_with_pythons_caches(fab):
 AFTER_INSTALLATION = """
 import sys
 from flwr.supercore.object_ref import load_app
-from protocol.flower_compat import {executor}
+from flower_adapter import {executor}
 
 def run(*_, **__):  # what Flower's process does with an app
     fab = open(sys.argv[1], "rb").read()

@@ -34,8 +34,8 @@ from client_app.methods.fedcr import FedCR
 from client_app.precision import forward_in, products
 from client_app.setup import model_for, open_source, placed
 from client_app.worker_socket import worker_status, worker_variable
+from flower_adapter import GPU_LOST
 from protocol.config import resolve_config
-from protocol.flower_compat import GPU_LOST
 from server_app.inline import run_inline
 
 DEVICE = os.environ.get("TEST_DEVICE", "cuda")

@@ -18,9 +18,9 @@ import client_app.app
 import client_app.handlers
 from client_app.setup import dataset_spec_of, model_for, open_source
 from data.partitions import Parts
+from flower_adapter import GPU_LOST, begin_task
 from protocol.config import resolve_config
 from protocol.exact_sum import ExactSum
-from protocol.flower_compat import GPU_LOST, begin_task
 from protocol.messages import (
     RosterRequest,
     TrainReply,

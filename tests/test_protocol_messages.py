@@ -12,8 +12,8 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from run_fixtures import FACTS
 
+from flower_adapter import begin_task, from_bytes, to_bytes
 from protocol.config import resolve_config
-from protocol.flower_compat import begin_task, from_bytes, to_bytes
 from protocol.messages import (
     EvaluateRequest,
     RosterEntry,

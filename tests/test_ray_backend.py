@@ -31,11 +31,11 @@ from ray._private.node import Node as RayNode
 from ray.exceptions import RayActorError
 from run_fixtures import same_bits
 
+from flower_adapter import GPU_LOST, ray_backend, simulation_patches
+from flower_adapter.ray_backend import ClusterBackend, Worker, gpu_share
+from flower_adapter.simulation import WorkerThreads, vce_api_name, worker_variables
+from flower_adapter.simulation_patches import deliver_messages, limit_workers
 from protocol.exact_sum import ExactSum
-from protocol.flower_compat import GPU_LOST, ray_backend, simulation_patches
-from protocol.flower_compat.ray_backend import ClusterBackend, Worker, gpu_share
-from protocol.flower_compat.simulation import WorkerThreads, vce_api_name, worker_variables
-from protocol.flower_compat.simulation_patches import deliver_messages, limit_workers
 from protocol.messages import (
     array_record,
     contents_to_simulate,
@@ -98,7 +98,7 @@ def test_ray_still_starts_unused_processes_by_the_methods_that_are_replaced():
 def test_a_process_of_a_simulation_has_the_backend_and_no_other_imports_ray():
     script = (
         "import sys; {first}import client_app.app; "
-        "from protocol.flower_compat.simulation import is_replaced; "
+        "from flower_adapter.simulation import is_replaced; "
         "b = sys.modules.get('flwr.server.superlink.fleet.vce.backend.raybackend'); "
         "print(is_replaced(), 'ray' in sys.modules, b and b.RayBackend.__name__); "
         f"m = sys.modules.get('{vce_api_name}'); "
@@ -125,7 +125,7 @@ def test_the_serverapp_waits_for_a_backend_that_is_not_there_yet():
     script = (
         f"import sys, {vce_api_name}; "
         "from flwr.superlink.grid.inmemory_grid import InMemoryGrid; "
-        "from protocol.flower_compat.simulation import has_own_backend, is_replaced, started; "
+        "from flower_adapter.simulation import has_own_backend, is_replaced, started; "
         "print(has_own_backend(object.__new__(InMemoryGrid)), is_replaced()); "
         f"sys.modules['{vce_api_name}'].ThreadPoolExecutor = None\n"
         "try:\n    import client_app.app\n"

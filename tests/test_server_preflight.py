@@ -19,8 +19,8 @@ from client_app.machine import data_digest, report_of
 from client_app.setup import device_for, forget_sources
 from data.partitions import PARTITIONS, Parts
 from data.sources import ImageSplit, Source
+from flower_adapter.simulation import WorkerReply
 from protocol.config import resolve_config
-from protocol.flower_compat.simulation import WorkerReply
 from protocol.messages import (
     MachineReport,
     PreflightRequest,

@@ -27,9 +27,9 @@ from safetensors.numpy import save
 from torch import Tensor, nn
 
 import strategies.average
+from flower_adapter import assign_source_node
 from protocol.config import resolve_config
 from protocol.exact_sum import ExactSum
-from protocol.flower_compat import assign_source_node
 from protocol.messages import (
     PACKED,
     REJECTED,

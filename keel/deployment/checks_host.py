@@ -18,11 +18,11 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_private_key,
 )
 
+from flower_adapter.registration import Registration, registered_nodes, registration_of
 from keel.deployment.credentials import certificate_problem
 from keel.deployment.findings import Finding, check, fine, problem
 from keel.deployment.reach import handshake, split_address
 from keel.deployment.register import public_keys
-from protocol.flower_compat.registration import Registration, registered_nodes, registration_of
 from protocol.text import num_of, shortened
 
 timeout_s = 10.0

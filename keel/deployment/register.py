@@ -7,9 +7,9 @@ from pathlib import Path
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 
+from flower_adapter.registration import register_keys
 from keel.deployment.reach import wait_for_server
 from protocol.files import write_atomically
-from protocol.flower_compat.registration import register_keys
 
 
 def public_keys(credentials: Path) -> dict[str, bytes]:

@@ -1,6 +1,6 @@
-"""`flwr-serverapp`, with the same options, patched in `protocol/flower_compat/serverapp.py`."""
+"""`flwr-serverapp`, with the same options, patched in `flower_adapter/serverapp.py`."""
 
-from protocol.flower_compat.serverapp import main
+from flower_adapter.serverapp import main
 
 if __name__ == "__main__":
     main()

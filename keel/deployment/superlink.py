@@ -23,7 +23,15 @@ command_timeout_s = 100.0
 poll_s = 2.0  # each look takes a process a second
 connection = "deployment"  # name of the SuperLink in the configuration of Flower's command line
 FLOWER_CONNECTIONS = ("local", "supergrid")  # of a config.toml that Flower makes
-app_packages = ("client_app", "data", "models", "protocol", "server_app", "strategies")
+app_packages = (
+    "client_app",
+    "data",
+    "flower_adapter",
+    "models",
+    "protocol",
+    "server_app",
+    "strategies",
+)
 # Flower's, which a simulation starts
 PROGRAMS = ("flwr", "flower-superlink", "flower-superexec", "flwr-serverapp", "flwr-simulation")
 max_refusals = 5  # consecutive and identical: then the SuperLink means it
@@ -134,7 +142,7 @@ class SuperLinkClient:
         keeps refusing, for example because it does not know the run, raises its RuntimeError.
         """
         # imports flwr, which `keel run` does not wait for before it shows its plan
-        from protocol.flower_compat import superlink_unavailable
+        from flower_adapter import superlink_unavailable
 
         deadline = time.monotonic() + timeout_s
         refusals: list[str] = []  # consecutive and identical

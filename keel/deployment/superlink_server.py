@@ -1,4 +1,4 @@
-"""`flower-superlink`, with the same options, patched in `protocol/flower_compat/superlink.py`.
+"""`flower-superlink`, with the same options, patched in `flower_adapter/superlink.py`.
 
 Creates the directory of its database, and names a database that cannot be used.
 """
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+from flower_adapter.superlink import main
 from keel.deployment.credentials import warn_of_certificates
-from protocol.flower_compat.superlink import main
 from protocol.processes import return_large_blocks
 
 

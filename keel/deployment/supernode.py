@@ -1,4 +1,4 @@
-"""`flower-supernode`, with the same options, patched in `protocol/flower_compat/supernode.py`.
+"""`flower-supernode`, with the same options, patched in `flower_adapter/supernode.py`.
 
 Logs the SuperLink's address, and why it does not answer or does not know this client's key, which
 Flower's log does not say. Ends after a failed TLS handshake, as with an expired certificate.
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from flower_adapter.supernode import main
 from keel.deployment.checks_host import check_key
 from keel.deployment.credentials import warn_of_certificates
 from keel.deployment.reach import handshake
-from protocol.flower_compat.supernode import main
 
 
 def report_superlink(words: Sequence[str]) -> None:

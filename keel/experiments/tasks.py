@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
 
+from flower_adapter.simulation import worker_variables
 from keel.cli.interrupts import interruptible
 from keel.deployment.cluster import check_address, cluster_nodes
 from keel.experiments.runs import REMEDY, Run
@@ -31,7 +32,6 @@ from keel.runs import LOCK_FILE, is_locked
 from protocol.code import code_version
 from protocol.config import RunConfig, app_folder, resolve_config
 from protocol.files import private_files
-from protocol.flower_compat.simulation import worker_variables
 from protocol.options import OptionValue
 from protocol.processes import num_cores
 from protocol.ray_nodes import CPU_WORKERS, Node, living_nodes

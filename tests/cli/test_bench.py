@@ -8,11 +8,11 @@ from flwr.app import Context, Message, RecordDict
 
 from client_app.method import Update
 from client_app.precision import products
+from flower_adapter import begin_task
 from keel.benchmarks import bare, frameworks, gpu, report
 from keel.benchmarks.report import BenchOptions
 from keel.cli.bench import PARTS
 from keel.cli.main import main
-from protocol.flower_compat import begin_task
 
 
 def test_every_part_is_tested():

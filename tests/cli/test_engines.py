@@ -20,6 +20,7 @@ import pytest
 from flwr.cli.build import build_fab_from_disk
 from flwr.common.config import parse_config_args
 
+from flower_adapter import superlink_unavailable
 from keel.cli import engines
 from keel.cli.engines import FlowerRun, Job, follow, is_from_keel, run_on_deployment, worker_rows
 from keel.cli.progress import Terminal, round_line
@@ -35,7 +36,6 @@ from keel.deployment.simulation import (
 )
 from keel.deployment.superlink import SuperLinkClient, app_directory, app_packages, free_ports
 from keel.runs import SavedRun, is_locked, lock_holder
-from protocol.flower_compat import superlink_unavailable
 from protocol.processes import num_cores
 from server_app import history
 from server_app.report import Reporter

@@ -15,6 +15,7 @@ from flwr.server.superlink.fleet.grpc_rere.node_auth_server_interceptor import (
 from test_credentials import tls_server
 
 import keel.deployment.checks_host
+from flower_adapter.registration import Registration
 from keel.deployment.checks_host import (
     check_certificate,
     check_clock,
@@ -25,7 +26,6 @@ from keel.deployment.checks_host import (
     check_server_key,
 )
 from keel.deployment.credentials import make_credentials
-from protocol.flower_compat.registration import Registration
 
 
 def test_files_that_are_missing_or_open_to_others(made, tmp_path):

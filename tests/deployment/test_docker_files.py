@@ -197,7 +197,16 @@ def test_the_image_holds_every_package_but_what_serves_tests_and_benchmarks():
 def test_every_module_of_the_image_can_be_imported_in_it():
     only_in_a_checkout = "keel.cli.experiments"
     names = []
-    for package in ("protocol", "models", "data", "client_app", "strategies", "server_app", "keel"):
+    for package in (
+        "protocol",
+        "flower_adapter",
+        "models",
+        "data",
+        "client_app",
+        "strategies",
+        "server_app",
+        "keel",
+    ):
         for path in (app_folder / package).rglob("[!_]*.py"):
             name = ".".join(path.relative_to(app_folder).with_suffix("").parts)
             if not name.startswith((*NOT_IN_IMAGE, only_in_a_checkout)):

@@ -11,10 +11,10 @@ import pytest
 from flwr.cli.utils import SUPERLINK_UNAVAILABLE_MESSAGE
 
 import keel.deployment.superlink
+from flower_adapter.superlink import user_of
 from keel.deployment.simulation import simulation_superlink
 from keel.deployment.superlink import CommandTimeout, SuperLinkClient
 from keel.deployment.superlink_server import check_database
-from protocol.flower_compat.superlink import user_of
 
 
 @pytest.fixture

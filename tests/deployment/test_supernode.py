@@ -15,8 +15,8 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 
-from protocol.flower_compat import assign_message_id
-from protocol.flower_compat.supernode import AnsweringNodeState, longest_wait_s
+from flower_adapter import assign_message_id
+from flower_adapter.supernode import AnsweringNodeState, longest_wait_s
 
 run_id = 7
 

@@ -24,7 +24,16 @@ from server_app.inline import run_inline
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 NUM_CLIENTS = 5
 STATEFUL = SMALL | {"method": "moon", "local-test-fraction": 0.2, "num-rounds": 3}
-packages = ("client_app", "data", "models", "protocol", "server_app", "strategies", "keel")
+packages = (
+    "client_app",
+    "data",
+    "flower_adapter",
+    "models",
+    "protocol",
+    "server_app",
+    "strategies",
+    "keel",
+)
 
 
 @pytest.fixture(scope="module")

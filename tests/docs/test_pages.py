@@ -11,12 +11,13 @@ from pathlib import Path
 import click
 import pytest
 
+import flower_adapter
 from client_app import node_config, worker_server
+from flower_adapter import reply_bounds, superlink
 from keel.cli import main as command_line
 from keel.deployment import credentials
-from protocol import discrete_gaussian, flower_compat, messages, privacy
+from protocol import discrete_gaussian, messages, privacy
 from protocol.config import default_config
-from protocol.flower_compat import reply_bounds, superlink
 from server_app import client_registry, exchange, record
 from strategies import average, validation
 
@@ -69,6 +70,7 @@ def test_files_that_the_code_mentions_exist() -> None:
         "models",
         "data",
         "protocol",
+        "flower_adapter",
         "docker",
     )
     files = [p for folder in folders for p in (repository / folder).rglob("*") if p.is_file()]
@@ -132,7 +134,7 @@ def test_commands_options_and_keys_are_known(page: str, words: list[str]) -> Non
 # --- bounds -------------------------------------------------------------------------------------
 
 MIB, log2 = 2**20, math.log2
-MAX_OBJECT = flower_compat.MAX_OBJECT_BYTES / MIB
+MAX_OBJECT = flower_adapter.MAX_OBJECT_BYTES / MIB
 QUERY_S = client_registry.QUERY_TIMEOUT_S
 RECORD, ARRAY = validation.RECORD_BYTES / MIB, validation.ARRAY_BYTES / 2**10
 bounds = {

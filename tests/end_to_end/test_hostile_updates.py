@@ -23,7 +23,7 @@ from run_fixtures import (
 
 import client_app.app
 from data.sources import load_source
-from protocol.flower_compat import SUPERLINK_NODE, assign_source_node
+from flower_adapter import SUPERLINK_NODE, assign_source_node
 from protocol.messages import (
     Arrays,
     TrainReply,

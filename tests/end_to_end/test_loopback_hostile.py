@@ -11,9 +11,9 @@ import pytest
 from deployment_fixtures import new_run, wait_for_round
 from run_fixtures import SMALL, history_of
 
+from flower_adapter import MAX_OBJECT_BYTES
+from flower_adapter.reply_bounds import MAX_LOG_BYTES
 from keel.deployment.loopback import Loopback, partitions, running
-from protocol.flower_compat import MAX_OBJECT_BYTES
-from protocol.flower_compat.reply_bounds import MAX_LOG_BYTES
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow, pytest.mark.deployment]
 MIB = 2**20

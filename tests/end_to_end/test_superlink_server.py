@@ -60,10 +60,10 @@ from grpc import StatusCode
 from sqlalchemy import event, func, select
 from sqlalchemy.exc import OperationalError
 
-from protocol.flower_compat import TOO_LARGE, assign_message_id, bound_reply, reply_bounds
-from protocol.flower_compat import superlink as superlink_server
-from protocol.flower_compat.reply_bounds import FlatObjectStore, accept_reply, confirm_own
-from protocol.flower_compat.superlink import (
+from flower_adapter import TOO_LARGE, assign_message_id, bound_reply, reply_bounds
+from flower_adapter import superlink as superlink_server
+from flower_adapter.reply_bounds import FlatObjectStore, accept_reply, confirm_own
+from flower_adapter.superlink import (
     OwnKeyInterceptor,
     PatientLinkState,
     Presence,

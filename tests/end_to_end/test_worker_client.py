@@ -22,8 +22,8 @@ import client_app.worker_client
 import client_app.worker_socket
 from client_app.worker_server import listen, warm_device
 from client_app.worker_socket import receive_frame, send_frames, worker_status, worker_variable
+from flower_adapter import CLIENT_FAILED, begin_task
 from keel.deployment.loopback import LocalProcess, restarting
-from protocol.flower_compat import CLIENT_FAILED, begin_task
 from protocol.messages import read_reply
 
 repository = Path(__file__).parents[2]

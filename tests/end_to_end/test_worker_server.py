@@ -27,7 +27,7 @@ from client_app.worker_socket import (
     receive_frame,
     worker_status,
 )
-from protocol.flower_compat import begin_task, to_bytes
+from flower_adapter import begin_task, to_bytes
 
 begin_task(1)
 MESSAGE = to_bytes(Message(RecordDict(), dst_node_id=1, message_type=MessageType.QUERY))

@@ -45,10 +45,10 @@ import client_app.worker_server as worker_server
 from client_app.site_privacy import Ledger
 from client_app.state import StateFolder
 from client_app.worker_socket import receive_frame
+from flower_adapter import assign_source_node, begin_task, from_bytes, to_bytes
 from keel.tables import markdown
 from protocol.config import config_from_json, default_config
 from protocol.files import digest
-from protocol.flower_compat import assign_source_node, begin_task, from_bytes, to_bytes
 from protocol.messages import (
     PACKED,
     Arrays,

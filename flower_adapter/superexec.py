@@ -45,8 +45,8 @@ from flwr.supercore.superexec.executor.types import ExecutionSpec, LaunchResult
 from flwr.supercore.tls import validate_and_resolve_root_certificates
 from flwr.supernode.runtime.run_clientapp import run_clientapp
 
-from protocol.flower_compat import replace, wait_out_time_outs
-from protocol.flower_compat.app_install import install_to_run
+from flower_adapter import replace, wait_out_time_outs
+from flower_adapter.app_install import install_to_run
 from protocol.processes import end_with_parent
 from protocol.text import in_one_line
 

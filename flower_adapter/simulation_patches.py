@@ -20,8 +20,8 @@ from typing import Any
 
 from flwr.app import Message
 
-from protocol.flower_compat import replace
-from protocol.flower_compat.simulation import (
+from flower_adapter import replace
+from flower_adapter.simulation import (
     WorkerThreads,
     is_cluster,
     is_replaced,
@@ -44,7 +44,7 @@ def replace_backend() -> None:
     try:
         from flwr.server.superlink.fleet.vce.backend import raybackend
 
-        from protocol.flower_compat.ray_backend import ClusterBackend
+        from flower_adapter.ray_backend import ClusterBackend
 
         replace(raybackend, "RayBackend", ClusterBackend, ClusterBackend.__base__)
         module.run_api = limit_workers(module.run_api)  # type: ignore[attr-defined]

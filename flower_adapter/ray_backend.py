@@ -44,15 +44,15 @@ from ray._private.utils import get_num_cpus
 from ray.exceptions import ObjectLostError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from protocol.config import app_folder
-from protocol.flower_compat import GPU_LOST, assign_message_id
-from protocol.flower_compat.simulation import (
+from flower_adapter import GPU_LOST, assign_message_id
+from flower_adapter.simulation import (
     LogLine,
     WorkerReply,
     is_cluster,
     started,
     worker_variables,
 )
+from protocol.config import app_folder
 from protocol.processes import num_cores
 from protocol.ray_nodes import CPU_WORKERS, MAX_WORKERS, Node, check_gpus, living_nodes
 from protocol.ray_start import OWN_PYTHON, skip_unused_processes

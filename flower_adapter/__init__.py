@@ -3,7 +3,7 @@
 No other module of Keel imports from `flwr` anything but `flwr.app`, `flwr.serverapp` and its
 `strategy`, `flwr.clientapp` and `flwr.__version__`; the benchmark of Flower itself also calls
 `flwr.simulation.run_simulation`. Each entry says what it replaces, why, and the public way
-if there is one; tests/test_flower_compat.py and tests/test_flower_processes.py check each against
+if there is one; tests/test_flower_adapter.py and tests/test_flower_processes.py check each against
 the installed Flower.
 
 This module is cheap to import and free of torch. The patched processes have a module each:
@@ -26,11 +26,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import cached_property
 from types import ModuleType
 from typing import Any, TypeVar
 
-from flwr.app import Array, Context, Error, Message, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.app.message import make_message
 from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE, SUPERLINK_NODE_ID, ErrorCode
 from flwr.common.serde import (
@@ -324,43 +323,6 @@ def assign_source_node(message: Message, node_id: int) -> None:
     public way.
     """
     message.metadata.__dict__["_src_node_id"] = node_id
-
-
-def of_plain(name: str) -> Any:
-    """This attribute of a `LazyArray`, which is that of its plain array."""
-    return property(lambda array: getattr(array.plain, name))
-
-
-class LazyArray(Array):
-    """An array whose bytes are made from `pieces` when they are first read.
-
-    Flower reads them to send a message (`deflate`, `children`, `object_id`, protobuf) or to pickle
-    it for Ray; each then has an `Array` with these bytes, because Flower writes the name of the
-    class down. Public, except for the names of these methods.
-    """
-
-    def __init__(self, dtype: str, stype: str) -> None:
-        self.__dict__.update(dtype=dtype, stype=stype)
-
-    def pieces(self) -> list[Any]:
-        """The bytes in pieces, as `bytes.join` takes them."""
-        raise NotImplementedError
-
-    @cached_property
-    def plain(self) -> Array:
-        """The array with its bytes, made once."""
-        data = b"".join(self.pieces())
-        return Array(self.dtype, (len(data),), self.stype, data)
-
-    data, shape = of_plain("data"), of_plain("shape")
-    children, object_id = of_plain("children"), of_plain("object_id")
-    slice_array, deflate = of_plain("slice_array"), of_plain("deflate")
-
-    def __reduce__(self) -> Any:
-        if "plain" in self.__dict__:
-            return Array, (self.dtype, self.shape, self.stype, self.data)
-        data = b"".join(self.pieces())  # not cached: Ray holds its own copy from here on
-        return Array, (self.dtype, (len(data),), self.stype, data)
 
 
 def on_process_exit(function: Any) -> None:

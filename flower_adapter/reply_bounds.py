@@ -78,7 +78,7 @@ from sqlalchemy import delete, func, select, update
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
-from protocol.flower_compat import MAX_OBJECT_BYTES, TOO_LARGE, reply_bound
+from flower_adapter import MAX_OBJECT_BYTES, TOO_LARGE, reply_bound
 
 log = logging.getLogger("keel.superlink")
 MAX_REPLIES = 4  # of one node to one run, complete and not yet taken by their ServerApp

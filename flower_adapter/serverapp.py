@@ -13,8 +13,8 @@ from flwr.supercore.retry import make_simple_http_retry_invoker
 from flwr.superlink.cli.flwr_serverapp import flwr_serverapp
 from flwr.superlink.runtime.run_serverapp import run_serverapp
 
-from protocol.flower_compat import replace, wait_out_time_outs
-from protocol.flower_compat.app_install import install_to_run
+from flower_adapter import replace, wait_out_time_outs
+from flower_adapter.app_install import install_to_run
 
 
 def main() -> None:

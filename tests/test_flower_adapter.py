@@ -19,8 +19,8 @@ from flwr.supercore.retry import make_simple_http_retry_invoker
 from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
 
+import flower_adapter
 from keel.deployment.superlink import FLOWER_CONNECTIONS
-from protocol import flower_compat
 
 # --- server and inline engine --------------------------------------------------------------------
 
@@ -32,7 +32,7 @@ def test_flowers_simulation_grid_is_recognised_by_its_name():
     }
     for name, module in grids.items():
         grid = object.__new__(getattr(module, name))
-        assert flower_compat.is_in_process_grid(grid) == (name == "InMemoryGrid")
+        assert flower_adapter.is_in_process_grid(grid) == (name == "InMemoryGrid")
 
 
 def test_the_grid_of_a_deployment_retries_through_an_invoker_with_a_time_limit():
@@ -44,15 +44,15 @@ def test_the_grid_of_a_deployment_retries_through_an_invoker_with_a_time_limit()
         "flwr.supercore.retry"
     ).make_simple_http_retry_invoker()
     assert grid._retry_invoker.max_time is None  # for ever
-    flower_compat.bound_superlink_retries(grid, 5.0)
+    flower_adapter.bound_superlink_retries(grid, 5.0)
     assert grid._retry_invoker.max_time == 5.0
-    flower_compat.bound_superlink_retries(object(), 5.0)
+    flower_adapter.bound_superlink_retries(object(), 5.0)
 
 
 def test_the_grid_of_a_deployment_gives_up_on_errors_that_waiting_does_not_mend():
     grid = SimpleNamespace(_retry_invoker=make_simple_http_retry_invoker())
     flowers = grid._retry_invoker.should_giveup
-    flower_compat.bound_superlink_retries(grid, 5.0)
+    flower_adapter.bound_superlink_retries(grid, 5.0)
     gives_up = grid._retry_invoker.should_giveup
     hung = httpx.ConnectTimeout("_ssl.c:990: The handshake operation timed out")
     assert flowers(hung)  # why it is replaced
@@ -70,7 +70,7 @@ def test_a_serverapp_that_starts_waits_for_a_superlink_that_hangs(monkeypatch):
     """A resumed ServerApp ended where its SuperLink was stopped during the first request."""
     from flwr.superlink.grid import http_grid
 
-    from protocol.flower_compat import serverapp
+    from flower_adapter import serverapp
 
     run_module = importlib.import_module("flwr.superlink.runtime.run_serverapp")
     for module, name in (
@@ -91,7 +91,7 @@ def test_a_serverapp_that_starts_waits_for_a_superlink_that_hangs(monkeypatch):
 
 def test_a_superlink_that_says_why_it_fails_is_asked_again_and_quoted(caplog):
     grid = SimpleNamespace(_retry_invoker=make_simple_http_retry_invoker())
-    flower_compat.bound_superlink_retries(grid, 30)
+    flower_adapter.bound_superlink_retries(grid, 30)
     grid._retry_invoker.wait_function = lambda seconds: time.sleep(0.02)
     request = httpx.Request("POST", "https://superlink")
     said = {"code": 1, "detail": "cannot use its database", "extra": "database or disk is full"}
@@ -109,15 +109,15 @@ def test_a_superlink_that_says_why_it_fails_is_asked_again_and_quoted(caplog):
     assert caplog.messages == [f"{line}; trying again"]
     answers[:] = [full]
     grid._retry_invoker.max_time = 0.2
-    with pytest.raises(flower_compat.SuperLinkError, match=f"^{line}, for 30 seconds$") as found:
+    with pytest.raises(flower_adapter.SuperLinkError, match=f"^{line}, for 30 seconds$") as found:
         grid._retry_invoker.invoke(ask)
-    assert flower_compat.ends_run(found.value)
+    assert flower_adapter.ends_run(found.value)
 
 
 def test_an_expired_certificate_is_waited_for_as_it_can_be_renewed(caplog):
     """The run ended within seconds of a restart of the SuperLink, its executor with a traceback."""
     grid = SimpleNamespace(_retry_invoker=make_simple_http_retry_invoker())
-    flower_compat.bound_superlink_retries(grid, 30)
+    flower_adapter.bound_superlink_retries(grid, 30)
     invoker = grid._retry_invoker
     invoker.wait_function = lambda seconds: time.sleep(0.02)
     refused = "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: "
@@ -135,9 +135,9 @@ def test_an_expired_certificate_is_waited_for_as_it_can_be_renewed(caplog):
     assert caplog.messages == [f"{line}; trying again"]
     outcomes[:] = [httpx.ConnectError(f"{refused}certificate has expired (_ssl.c:1006)")] * 100
     invoker.max_time = 0.2
-    with pytest.raises(flower_compat.SuperLinkError, match=f"^{line}, for 30 seconds$") as found:
+    with pytest.raises(flower_adapter.SuperLinkError, match=f"^{line}, for 30 seconds$") as found:
         invoker.invoke(ask)
-    assert flower_compat.ends_run(found.value)
+    assert flower_adapter.ends_run(found.value)
     outcomes[:] = [httpx.ConnectError(f"{refused}unable to get local issuer certificate")]
     with pytest.raises(httpx.ConnectError):
         invoker.invoke(ask)
@@ -145,9 +145,9 @@ def test_an_expired_certificate_is_waited_for_as_it_can_be_renewed(caplog):
 
 def test_the_silence_of_a_superlink_is_measured(monkeypatch):
     now = 100.0
-    monkeypatch.setattr(flower_compat.time, "monotonic", lambda: now)
+    monkeypatch.setattr(flower_adapter.time, "monotonic", lambda: now)
     grid = SimpleNamespace(_retry_invoker=make_simple_http_retry_invoker())
-    silent_s, take_silence_s = flower_compat.watch_superlink(grid, min_s=5.0)
+    silent_s, take_silence_s = flower_adapter.watch_superlink(grid, min_s=5.0)
     seen = []
 
     def request():
@@ -169,7 +169,7 @@ def test_the_silence_of_a_superlink_is_measured(monkeypatch):
     grid._retry_invoker.invoke(short)
     assert take_silence_s() == 8.0
     assert take_silence_s() == 0.0  # said once
-    assert [each() for each in flower_compat.watch_superlink(object(), 5.0)] == [0.0, 0.0]
+    assert [each() for each in flower_adapter.watch_superlink(object(), 5.0)] == [0.0, 0.0]
 
 
 @pytest.fixture
@@ -211,11 +211,11 @@ def test_a_reply_beyond_its_bound_is_refused_while_it_arrives(http_grid):
     """By name, and with no more than one object of it too many in memory."""
     grid, objects, pulled = http_grid
     objects |= {f"part-{i}": bytes(1000) for i in range(50)}
-    flower_compat.bound_reply_bytes(grid, 5000)
-    flower_compat.bound_reply_bytes(grid, 10_000)  # of the next round
+    flower_adapter.bound_reply_bytes(grid, 5000)
+    flower_adapter.bound_reply_bytes(grid, 10_000)  # of the next round
     [reply] = grid.pull_messages(["asked"])
-    assert f"{flower_compat.TOO_LARGE} 10000 bytes" in reply.error.reason
-    assert reply.error.code in flower_compat.UNDELIVERED
+    assert f"{flower_adapter.TOO_LARGE} 10000 bytes" in reply.error.reason
+    assert reply.error.code in flower_adapter.UNDELIVERED
     assert reply.metadata.reply_to_message_id == "asked"
     assert len(pulled) == 11
 
@@ -224,23 +224,23 @@ def test_a_damaged_reply_is_an_error_and_costs_no_other_of_its_request(http_grid
     """Those were confirmed, and lost: their clients were asked again."""
     grid, objects, _ = http_grid
     asked = Message(RecordDict(), dst_node_id=2, message_type=MessageType.TRAIN)
-    flower_compat.assign_message_id(asked, "asked")
+    flower_adapter.assign_message_id(asked, "asked")
     reply = Message(RecordDict({"a": ConfigRecord({"b": 1})}), reply_to=asked)
     objects |= {name: item.deflate() for name, item in get_all_nested_objects(reply).items()}
     objects["reply"] = objects.pop(reply.object_id)
-    flower_compat.bound_reply_bytes(grid, 10_000)
+    flower_adapter.bound_reply_bytes(grid, 10_000)
     [whole] = grid.pull_messages(["asked"])
     assert whole.content == reply.content
     del objects[reply.content["a"].object_id]
     [damaged] = grid.pull_messages(["asked"])
     assert damaged.metadata.reply_to_message_id == "asked"
-    assert damaged.error.code == flower_compat.CLIENT_FAILED
+    assert damaged.error.code == flower_adapter.CLIENT_FAILED
     assert damaged.error.reason.startswith("the reply cannot be read: KeyError: ")
 
 
 def test_what_flower_logs_of_others_is_one_line_of_bounded_length(caplog):
     logger = logging.getLogger("flwr")
-    flower_compat.log_in_one_line()
+    flower_adapter.log_in_one_line()
     try:
         with caplog.at_level(logging.INFO, logger="flwr"):
             logger.addHandler(caplog.handler)
@@ -250,13 +250,13 @@ def test_what_flower_logs_of_others_is_one_line_of_bounded_length(caplog):
         logger.removeHandler(caplog.handler)
     line = caplog.messages[-1]
     assert line.startswith("[Fleet.GetFab] for fab_hash=x INFO : forged [2Jyyy")
-    assert len(line) == flower_compat.MAX_LOG_CHARS
+    assert len(line) == flower_adapter.MAX_LOG_CHARS
 
 
 def test_errors_that_end_a_run_are_told_from_those_of_a_reply():
-    assert flower_compat.ends_run(httpx.ConnectError(""))
-    assert flower_compat.ends_run(RunNotRunningException())
-    assert not flower_compat.ends_run(ValueError())
+    assert flower_adapter.ends_run(httpx.ConnectError(""))
+    assert flower_adapter.ends_run(RunNotRunningException())
+    assert not flower_adapter.ends_run(ValueError())
 
 
 def test_a_message_needs_a_task_and_takes_the_ids_that_it_is_given(monkeypatch):
@@ -264,14 +264,14 @@ def test_a_message_needs_a_task_and_takes_the_ids_that_it_is_given(monkeypatch):
         monkeypatch.setattr(TaskIdentity, name, None)
     with pytest.raises(RuntimeError, match="is not set"):
         Message(RecordDict(), dst_node_id=2, message_type=MessageType.TRAIN)
-    flower_compat.begin_task(7)
+    flower_adapter.begin_task(7)
     message = Message(RecordDict(), dst_node_id=2, message_type=MessageType.TRAIN)
     assert message.metadata.run_id == 7
     for name in ("message_id", "src_node_id"):  # without a setter of its own
         with pytest.raises(AttributeError):
             setattr(message.metadata, name, 1)
-    flower_compat.assign_message_id(message, "abc")
-    flower_compat.assign_source_node(message, 9)
+    flower_adapter.assign_message_id(message, "abc")
+    flower_adapter.assign_source_node(message, 9)
     assert (message.metadata.message_id, message.metadata.src_node_id) == ("abc", 9)
     assert Message(RecordDict(), reply_to=message).metadata.reply_to_message_id == "abc"
 
@@ -282,14 +282,14 @@ def test_exit_handlers_run_when_flower_ends_the_process():
     def note() -> None:
         pass
 
-    flower_compat.on_process_exit(note)
+    flower_adapter.on_process_exit(note)
     registered = exit_handler.registered_exit_handlers
     assert registered[-1].exit_handler is note
     registered.pop()
 
 
 def test_error_codes_have_the_names_that_are_used():
-    codes = (flower_compat.NO_REPLY, flower_compat.NODE_UNAVAILABLE, *flower_compat.CRASHED)
+    codes = (flower_adapter.NO_REPLY, flower_adapter.NODE_UNAVAILABLE, *flower_adapter.CRASHED)
     assert len(set(codes)) == len(codes)
     assert all(isinstance(code, int) for code in codes)
 
@@ -298,14 +298,14 @@ def test_error_codes_have_the_names_that_are_used():
 
 
 def test_the_trimmed_mean_is_without_the_extremes_of_each_coordinate():
-    from protocol.flower_compat.aggregation import trim_mean
+    from flower_adapter.aggregation import trim_mean
 
     values = np.array([[0.0, 9.0], [1.0, -50.0], [2.0, 3.0], [60.0, 3.0]])
     assert trim_mean(values, 0.25).tolist() == [1.5, 3.0]
 
 
 def test_multi_krum_takes_those_with_the_nearest_neighbours():
-    from protocol.flower_compat.aggregation import select_multikrum
+    from flower_adapter.aggregation import select_multikrum
 
     contents = [
         RecordDict(
@@ -343,7 +343,7 @@ def test_of_a_reply_beyond_its_bound_nothing_more_is_fetched():
                 fetch(object_id)
         return {}
 
-    bounded = flower_compat.BoundedPull(pull)
+    bounded = flower_adapter.BoundedPull(pull)
     bounded.max_bytes = 10
     bounded(["a", "b", "c", "d"], lambda object_id: fetched.append(object_id) or b"12345678")
     assert fetched == ["a", "b"]

@@ -36,8 +36,8 @@ from flwr.supercore.inflatable.inflatable_utils import pull_objects
 from flwr.supernode.cli.flower_supernode import flower_supernode
 from flwr.supernode.nodestate.in_memory_nodestate import CLIENT_APP_CRASHED_ERROR, InMemoryNodeState
 
-from protocol.flower_compat import log_in_one_line, replace
-from protocol.flower_compat.reply_bounds import is_complete
+from flower_adapter import log_in_one_line, replace
+from flower_adapter.reply_bounds import is_complete
 
 default_poll_s = 0.25
 arrays_timeout_s = 30.0

@@ -96,8 +96,8 @@ from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from protocol.flower_compat import MAX_OBJECT_BYTES, FlowerChanged, log_in_one_line, replace
-from protocol.flower_compat.reply_bounds import (
+from flower_adapter import MAX_OBJECT_BYTES, FlowerChanged, log_in_one_line, replace
+from flower_adapter.reply_bounds import (
     BoundedReplies,
     FlatObjectStore,
     accept_reply,

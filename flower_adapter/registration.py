@@ -30,7 +30,7 @@ from flwr.supercore.interceptors import (
 )
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
-from protocol.flower_compat import is_http_error
+from flower_adapter import is_http_error
 
 
 class Registration(Enum):
