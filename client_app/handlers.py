@@ -46,9 +46,9 @@ from client_app.node_config import (
 )
 from client_app.objective import LocalObjective
 from client_app.precision import products
-from client_app.process_cache import ProcessCaches, available_threads
+from client_app.process_cache import ProcessCaches
 from client_app.round import RoundContext, on_device
-from client_app.setup import device_for, forget_sources, most_train_samples, representation_width
+from client_app.setup import device_for, forget_sources, representation_width
 from client_app.site_privacy import (
     PrivacyRefused,
     charge_release,
@@ -56,7 +56,6 @@ from client_app.site_privacy import (
     is_site,
     names_limit,
 )
-from client_app.stacked import clients_that_fit, key_of_stack, train_stacked
 from client_app.state import ResetNeeded
 from client_app.worker_client import run_and_round
 from data.decoding import ImageFileError
@@ -240,9 +239,7 @@ def reason_of(error: Exception) -> str:
     reason = str(error) if is_refusal else f"{type(error).__name__}{place}: {error}"
     if is_out_of_memory(error):
         sentence, *_ = reason.splitlines()[0].partition(". ")
-        reason = (
-            f"{sentence}: lower batch-size, cache-mb or clients-per-step, or set precision=bf16"
-        )
+        reason = f"{sentence}: lower batch-size or cache-mb, or set precision=bf16"
     return in_one_line(reason, MAX_REASON)
 
 
@@ -280,125 +277,6 @@ def without_file_names(reason: str, error: Exception, source: str) -> str:
         for spelt in (name, repr(name)[1:-1]):  # as text, and as an error quotes it
             reason = reason.replace(in_one_line(spelt, MAX_REASON), shown)
     return reason
-
-
-def clients_per_step(message: Message, context: Context) -> int:
-    """How many clients may train together on messages like this one of a simulation."""
-    is_simulated = "simulated" in message.content  # by logical clients, one by one
-    if message.metadata.message_type != MessageType.TRAIN or is_simulated:
-        return 1
-    record = find_record(message.content, "round", ConfigRecord)
-    if not record or "config" not in record:  # each client refuses it by itself
-        return 1
-    config = config_from_json(str(record["config"]))
-    if num := config.train.clients_per_step:
-        return num
-    device = device_for(config.train.device)
-    if device.type == "cpu":
-        return 1
-    data = read_request(message, TrainRequest).data
-    cache = process_caches.of(config)
-    model = cache.network(config, data, config.model.model, "local", device)
-    if not cache.max_stacked:
-        num_samples = most_train_samples(config, int(context.node_config["num-partitions"]))
-        num = clients_that_fit(method_of(config), config, model, data, device, num_samples)
-        log.info("clients-per-step = 0: %d clients at most train together on %s", num, device)
-        cache.max_stacked = num
-    return max(1, cache.max_stacked // config.train.stacked_runs)
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What came of clients that trained together; the seconds are the share of one."""
-
-    updates: Sequence[Update | Exception]
-    seconds: float
-    cpu_seconds: float
-
-
-Train = Callable[[Sequence[Method], Sequence[RoundContext]], Trained]
-
-
-def train_one(methods: Sequence[Method], ctxs: Sequence[RoundContext]) -> list[Update | Exception]:
-    """`train_stacked` of one client, with the bits that it has alone."""
-    try:
-        return [methods[0].train(ctxs[0])]
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        return [error]
-
-
-def train_together(methods: Sequence[Method], ctxs: Sequence[RoundContext]) -> Trained:
-    """The clients' updates. If memory runs out, half as many train at a time, from now on."""
-    config = ctxs[0].config
-    started, cpu_started = time.perf_counter(), time.process_time()
-    torch.set_num_threads(config.train.threads or available_threads)
-    cache = process_caches.of(config)
-    while True:
-        num = min(len(ctxs), cache.max_stacked or len(ctxs))
-        try:
-            updates: list[Update | Exception] = []
-            for start in range(0, len(ctxs), num):
-                some = slice(start, start + num)
-                train = train_stacked if len(ctxs[some]) > 1 else train_one
-                with products(ctxs[start].precision):
-                    updates += train(methods[some], ctxs[some])
-            break
-        except RuntimeError as error:
-            if num == 1 or not is_out_of_memory(error):
-                raise
-        cache.max_stacked = num // 2  # here the memory of the attempt is free again
-        for ctx in ctxs:  # clients that had trained before memory ran out train again
-            ctx.releases.clear()
-            ctx.faults.clear()
-        log.warning(
-            "%s: %d clients do not fit into the memory of %s: %d at a time train together for the "
-            "rest of the run",
-            key_of_stack(config),
-            num,
-            ctxs[0].device,
-            cache.max_stacked,
-        )
-    return Trained(
-        updates,
-        (time.perf_counter() - started) / len(ctxs),
-        (time.process_time() - cpu_started) / len(ctxs),
-    )
-
-
-@private_files()
-def answer_together(
-    messages: Sequence[Message], contexts: Sequence[Context], train: Train = train_together
-) -> list[RecordDict | Error]:
-    """`answer` to train messages of one round, their clients trained as one batched model.
-
-    A client that cannot begin or finish fails alone; an error of a step is that of all.
-    """
-    replies: dict[int, RecordDict | Error] = {}
-    begun: dict[int, Training] = {}
-    pairs = list(zip(messages, contexts, strict=True))
-    for n, (message, context) in enumerate(pairs):
-        try:
-            with ExitStack() as turns:  # released: other runs' threads begin before any trains
-                begun[n] = begin_training(message, context, turns)
-        except Exception as error:
-            replies[n] = error_reply(error, message, context)
-    methods, ctxs = [t.method for t in begun.values()], [t.ctx for t in begun.values()]
-    try:
-        trained = train(methods, ctxs) if begun else Trained([], 0, 0)
-    except Exception as error:
-        trained = Trained([error] * len(begun), 0, 0)
-    for (n, training), update in zip(begun.items(), trained.updates, strict=True):
-        try:
-            if isinstance(update, Exception):
-                raise update
-            with turn():
-                metrics = measure_training(training, update, trained.seconds, trained.cpu_seconds)
-            replies[n] = finish_training(training, update, metrics)
-        except Exception as error:
-            replies[n] = error_reply(error, *pairs[n])
-    return [replies[n] for n in range(len(pairs))]
 
 
 def withholds_metrics(message: Message) -> bool:
@@ -564,7 +442,7 @@ def measure_training(
     """Check the update and copy it to the CPU; returns its metrics.
 
     The caller holds `turn`: otherwise the copies would wait for the steps of the next client.
-    seconds, cpu_seconds: of training; this client's share where several train together.
+    seconds, cpu_seconds: of training.
 
     If metrics are withheld, it returns only the number of samples, the number of steps, which
     follows from it, and the round of client state from an old backup. Client state that is not

@@ -101,11 +101,6 @@ class Method:
     is_adapted_from_global: ClassVar[bool] = False
     """The personal model is made from the newest global arrays, so evaluated after aggregation."""
 
-    starts_alike: ClassVar[bool] = False
-    """Before its first training, a client's personal model depends only on its network and the
-    received arrays, so the server of a simulation evaluates it once for all such clients. Not
-    inherited by a class that overrides `personal_model`: set it there again."""
-
     has_global_model: ClassVar[bool] = True
     """The server has a whole model (FedReCo's has only a shared extractor)."""
 
@@ -210,17 +205,9 @@ class Method:
         )
 
     def train(self, ctx: RoundContext) -> Update:
-        """The update of `phases`.
-
-        A method that overrides this instead trains one client at a time (`clients-per-step`).
-        """
+        """The update of `phases`."""
         return train_alone(ctx, phases_of(self, ctx))
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> nn.Module | None:
         """The model that this client would use on its own data, or None: the global model."""
         return None
-
-    def personal_models_start_alike(self) -> bool:
-        """Whether `starts_alike` holds: an overridden `personal_model` does not inherit it."""
-        owner = next(cls for cls in type(self).__mro__ if "personal_model" in vars(cls))
-        return self.starts_alike and bool(vars(owner).get("starts_alike"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from client_app.setup import client_indices, open_source
-from client_app.state import StateFolder, max_rounds_ahead, memories, state_file
+from client_app.state import StateFolder, max_rounds_ahead, state_file
 from client_app.worker_socket import worker_variable
 from data.sources import ImageSplit, Source
 from protocol.config import RunConfig, keel_home, refuse_unknown
@@ -179,7 +179,7 @@ def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
     named like a file of client state: it would count as that file in another run's folder.
     """
     client, (path, run, is_path) = client_name(node_config), checked_run_path(request, node_config)
-    max_ahead = max_rounds_ahead(request.config.rounds.checkpoint_interval)
+    max_ahead = max_rounds_ahead(request.config.rounds.checkpoint_every)
     base = Path(os.path.expanduser(str(node_config.get("state-dir", ""))))
     names = (*base.parts, run, client) if is_deployed(node_config) else ()
     if taken := [name for name in names if state_file.fullmatch(name)]:
@@ -202,5 +202,5 @@ def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
             raise ValueError(
                 f"run-dir = {request.run_dir[:200]!r}: is not a run directory (no config.json)"
             )
-        return StateFolder(path / "clients" / client, max_ahead, memories.get(path), path)
+        return StateFolder(path / "clients" / client, max_ahead, path)
     return StateFolder(clients_folder() / run / client, max_ahead, run_id=request.run_id)

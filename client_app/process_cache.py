@@ -60,7 +60,6 @@ class ProcessCache:
         self._sizes: dict[frozenset[tuple[str, object]], int] = {}  # bytes of each of these
         self._samples_bytes = 0
         self.has_logged_full_cache = False  # in this run; see `FrozenFeatureCache`
-        self.max_stacked = 0  # clients that train together in this run; 0: not known
 
     def _clear_for_run(self, config: RunConfig, data: DatasetSpec, device: torch.device) -> None:
         if (config, data, device) != self._key:
@@ -68,7 +67,6 @@ class ProcessCache:
             self._networks, self._initial, self._samples = {}, {}, {}
             self._sizes, self._samples_bytes = {}, 0
             self.has_logged_full_cache = False
-            self.max_stacked = 0
             Replayed.obstacles, Replayed.passed = {}, set()
 
     def samples(

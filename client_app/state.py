@@ -7,9 +7,6 @@ of the server may need are not deleted: an earlier round can be trained again, w
 A server that requests a round before those has lost its run directory or checkpoints: it is
 refused, as is another run of the same name. In deployment the file `run-id` names the run
 that the state belongs to.
-
-A run of the inline engine with `snapshot-every` > 1 has the newest versions in memory and writes
-them in the rounds that it may resume from.
 """
 
 import json
@@ -65,54 +62,10 @@ class ResetNeeded(ValueError):
         self.nameless = f"{nameless} (this client's log names the folder)"
 
 
-class StateMemory:
-    """The newest version of each client's state of one run since the last `write`.
-
-    replaced: the versions before those of the newest round, which a client may train twice.
-    max_ahead: as of `StateFolder`.
-    """
-
-    def __init__(self, max_ahead: int) -> None:
-        self.max_ahead = max_ahead
-        self.newest: dict[Path, tuple[int, Groups]] = {}  # client's folder to (round, state)
-        self.replaced: dict[Path, tuple[int, Groups]] = {}
-        self.round = 0  # the newest
-
-    def load(self, folder: Path, before_round: int) -> Groups | None:
-        """The newest version of a round < `before_round`; None if it is not in memory.
-
-        The dicts are the caller's own, as if read from a file.
-        """
-        for version in (self.newest.get(folder), self.replaced.get(folder)):
-            if version and version[0] < before_round:
-                return {group: dict(arrays) for group, arrays in version[1].items()}
-        return None
-
-    def save(self, folder: Path, round_: int, groups: Groups) -> None:
-        """Hold this version in memory."""
-        if round_ > self.round:
-            self.round, self.replaced = round_, {}
-        if (known := self.newest.get(folder)) and known[0] < round_:
-            self.replaced[folder] = known
-        self.newest[folder] = (round_, groups)
-
-    def write(self, checkpoint_rounds: Sequence[int]) -> None:
-        """Write all to files, prune those as `StateFolder.prune`, and forget them."""
-        for path, (round_, groups) in self.newest.items():
-            folder = StateFolder(path, self.max_ahead)
-            folder.save(round_, groups)
-            folder.prune(checkpoint_rounds)
-        self.newest, self.replaced = {}, {}
-
-
-# By run directory: client state in memory, of runs whose server is in this process.
-memories: dict[Path, StateMemory] = {}
-
-
 class StateFolder:
     """The versions of one client's state in one run.
 
-    max_ahead: rounds that a resume may repeat. memory: has the newest version, if not None.
+    max_ahead: rounds that a resume may repeat.
     run_directory: of a simulation, whose workers may train a client while another is late with it.
     run_id: the id of a deployment's run; another run directory may have its name. "": none, as in a
     simulation.
@@ -124,14 +77,13 @@ class StateFolder:
         self,
         folder: Path,
         max_ahead: int = max_rounds_ahead(1),
-        memory: StateMemory | None = None,
         run_directory: Path | None = None,
         run_id: str = "",
         reads_only: bool = False,
     ) -> None:
         self.reads_only = reads_only
         self.old_round = 0  # of the version that `load` read, if a later update was aggregated
-        self.folder, self.max_ahead, self.memory = folder, max_ahead, memory
+        self.folder, self.max_ahead = folder, max_ahead
         self.run_directory, self.run_id = run_directory, run_id
 
     def load(self, before_round: int, last_accepted_round: int = 0) -> Groups:
@@ -145,8 +97,6 @@ class StateFolder:
         in the folder allows either once; the round that follows renames it, and may be trained
         again. ResetNeeded too if the version is another client's, until the file is removed.
         """
-        if self.memory and (groups := self.memory.load(self.folder, before_round)) is not None:
-            return groups
         newest = max((round_ for round_, _ in self._versions()), default=0)
         if newest and self._is_of_another_run():
             self._refuse_unless_allowed(
@@ -230,9 +180,6 @@ class StateFolder:
         modify the arrays later.
         ValueError if there is a newer version and the server has ended this round: it is too late.
         """
-        if self.memory is not None:
-            self.memory.save(self.folder, round_, groups)
-            return
         if self._is_of_another_run():
             for path in sorted(self.folder.iterdir()):  # *.damaged first, *.safetensors replaces it
                 if version_name.fullmatch(path.name) or reset_record.fullmatch(path.name):
@@ -306,8 +253,6 @@ class StateFolder:
         always stay: a round may be requested again, and the newest version may belong to the next
         checkpoint.
         """
-        if self.memory is not None:  # `StateMemory.write` does
-            return
         versions = self._versions()
         needed = versions[-2:]
         for checkpoint in checkpoint_rounds:

@@ -18,6 +18,7 @@ from protocol.text import in_one_line
 
 log = logging.getLogger("keel.client")
 max_timeout_s = 30 * 86400.0
+START_TIMEOUT_S = 600.0  # for the answer to the query before round 1
 refusal_s = 60.0  # for a message that states no time limit
 
 
@@ -63,14 +64,15 @@ def run_and_round(message: Message) -> str:
 
 
 def answer_timeout_s(message: Message) -> float:
-    """How long the server waits for the reply: the run's `round-timeout`, or `start-timeout`.
+    """How long the server waits for the reply: the run's `round-timeout`.
 
-    Before round 1, a client may have to decode all its data.
+    Before round 1, a client may have to decode all its data: `START_TIMEOUT_S`.
     """
+    if message.metadata.message_type == MessageType.QUERY:
+        return START_TIMEOUT_S
     record = message.content.config_records.get("round")
-    key = "start-timeout" if message.metadata.message_type == MessageType.QUERY else "round-timeout"
     try:
-        stated_s = float(json.loads(str(record["config"]))[key]) if record else 0.0
+        stated_s = float(json.loads(str(record["config"]))["round-timeout"]) if record else 0.0
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
         stated_s = 0.0
     # <= 0 or NaN: the message is not from Keel's server, and the handlers refuse it at once

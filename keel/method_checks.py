@@ -437,17 +437,6 @@ def flags_are_consistent(subject: Subject) -> None:
             "personal_model returns another model than `keel predict --client` reads from client "
             f"state, of the groups {', '.join(map(repr, update.state))}: store the same in 'model'",
         )
-    if method.personal_models_start_alike():
-        states: list[Arrays] = []
-        for k in range(2):
-            ctx = dataclasses.replace(subject.round(config, 1, {}, client=k), extra={})
-            model = method.personal_model(ctx, {})
-            states.append(model.state_dict() if model else {})
-        require(
-            not difference(*states),
-            "starts_alike = True, but the personal models of two untrained clients differ: set it "
-            "to False",
-        )
     has_batch_norm = MODELS[subject.model].norm_layer("") == "batch"
     for flag, keys in (
         ("supports_privacy", {"privacy.epsilon": 0.5}),

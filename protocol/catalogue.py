@@ -46,7 +46,6 @@ class MethodSpec:
     is_stateful: bool
     is_personal: bool
     is_adapted_from_global: bool
-    starts_alike: bool
     has_global_model: bool
     sends_weights: bool
     supports_mixed_architectures: bool

@@ -60,8 +60,6 @@ RENAMED_VALUES = {
     ("evaluate-clients", "participants"): "cohort",
     ("fedbabu.part", "body"): "extractor",
 }
-# Words for numbers. `flwr run` takes the numbers only: a key has the type of its default.
-NUMBER_WORDS: dict[tuple[str, str], OptionValue] = {("clients-per-step", "auto"): 0}
 
 
 def with_current_names(flat: Mapping[str, OptionValue], warn: bool = True) -> FlatConfig:
@@ -80,7 +78,7 @@ def with_current_names(flat: Mapping[str, OptionValue], warn: bool = True) -> Fl
         new_value = RENAMED_VALUES.get((name, str(value)), value)
         if new_value is not value and warn:
             log.warning("%s = %r is now called %r", name, value, new_value)
-        renamed[name] = NUMBER_WORDS.get((name, str(new_value)), new_value)
+        renamed[name] = new_value
     return renamed
 
 
@@ -188,18 +186,7 @@ class TrainConfig:
     compile: bool = option(true_or_false(), "torch.compile the networks; pays off in long GPU runs")
     cuda_graphs: bool = option(
         true_or_false(),
-        "on a GPU, record a step of local training and replay it; not with compile, "
-        "clients-per-step or stacked-runs",
-    )
-    clients_per_step: int = option(
-        at_least(0),
-        "clients that the inline engine trains together, as one batched model; 0 or auto: as many "
-        "as half of a GPU's free memory holds, one on a CPU or where they cannot be stacked",
-    )
-    stacked_runs: int = option(
-        between(1, 64),
-        "at most this many runs of `keel experiments run --stack` train as one batched model; they "
-        "may differ only in the seed and in numbers of the method",
+        "on a GPU, record a step of local training and replay it; not with compile",
     )
     frozen_statistics: str = option(
         one_of("running", "batch"),
@@ -288,7 +275,6 @@ class RoundsConfig:
         more_than(0),
         "seconds to wait for the replies of a round; in a simulation, per client of a worker",
     )
-    start_timeout: float = option(more_than(0), "seconds to wait for the clients before round 1")
     backoff_after: int = option(
         at_least(0),
         "failures in a row after which a client is not sampled (in a deployment, not evaluated "
@@ -327,19 +313,13 @@ class RoundsConfig:
         "each needs Keel's extra of that name",
     )
     checkpoint_every: int = option(
-        at_least(0), "rounds between checkpoints, which a resume starts from; 0: as snapshot-every"
-    )
-    snapshot_every: int = option(
-        at_least(1),
-        "inline engine: rounds between writes of the client state, which is in memory meanwhile; "
-        "an interrupted run resumes from the last of them",
+        at_least(1), "rounds between checkpoints, which a resume starts from"
     )
     keep_state: bool = option(
         true_or_false(),
         "keep the checkpoints and client state of a finished run, to continue it with more rounds; "
         "false: keep only personal models",
     )
-    tracker_clients: bool = option(true_or_false(), "trackers plot each client's accuracies too")
     tensorboard: bool = option(true_or_false(), "adds tensorboard to `tracker`")
     output_dir: str = option(any_text(), 'parent of run directories; "": $KEEL_HOME/runs')
     run_name: str = option(
@@ -369,11 +349,6 @@ class RoundsConfig:
         any_text(), 'measures of the local models: comma-separated names, or all; "": none'
     )
     diagnostics_every: int = option(at_least(1), "rounds between diagnostics")
-
-    @property
-    def checkpoint_interval(self) -> int:
-        """Rounds between checkpoints; the last round always has one."""
-        return self.checkpoint_every or self.snapshot_every
 
     @property
     def fewest_replies(self) -> int:
@@ -651,24 +626,11 @@ def _check_table(config: RunConfig, name: str, options: type[Any]) -> None:
 
 def _validate_names(config: RunConfig) -> None:
     rounds, model = config.rounds, config.model
-    if rounds.checkpoint_every % rounds.snapshot_every:
+    if config.train.cuda_graphs and config.train.compile:
         raise ValueError(
-            f"checkpoint-every = {rounds.checkpoint_every}: a resume needs the client state of a "
-            f"checkpoint's round: expected a multiple of snapshot-every = {rounds.snapshot_every}, "
-            "or 0: the same"
+            "compile = true: cuda-graphs = true records the steps of a network that is not "
+            "compiled; leave out compile or cuda-graphs"
         )
-    train = config.train
-    for key, value, plain in (
-        ("compile", train.compile, False),
-        ("clients-per-step", train.clients_per_step, 1),
-        ("stacked-runs", train.stacked_runs, 1),
-    ):
-        if train.cuda_graphs and value != plain:
-            shown, other = str(value).lower(), "--stack" if key == "stacked-runs" else key
-            raise ValueError(
-                f"{key} = {shown}: cuda-graphs = true records the steps of one client, whose "
-                f"network is not compiled; leave out {other} or cuda-graphs"
-            )
     refuse_unknown("method", rounds.method, list(method_names()))
     refuse_unknown("server-optimizer", rounds.server_optimizer, list(SERVER_OPTIMIZERS))
     refuse_unknown("model", model.model, list(MODELS))

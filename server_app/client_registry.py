@@ -24,6 +24,7 @@ from server_app.roster import check_partitions, check_roster
 from strategies.validation import RECORD_BYTES
 
 log = logging.getLogger("keel.server")
+START_TIMEOUT_S = 600.0  # for the clients to connect and to describe themselves
 SETTLE_S = 1.0  # after this time no more nodes of a simulation are expected
 QUERY_TIMEOUT_S = 30.0  # for the reply of a SuperNode that connects during the run
 RETURN_TIMEOUT_S = 90.0  # a resume waits this long for its clients; Flower readmits a node after 60
@@ -75,10 +76,10 @@ def gather_roster(
 ) -> dict[int, RosterEntry]:
     """Node id to roster entry of every client, once all that the run needs are connected.
 
-    Waits at most `start-timeout`. ValueError or TimeoutError, one line, naming the client that is
+    Waits at most `START_TIMEOUT_S`. ValueError or TimeoutError, one line, naming the client that is
     missing, failed, or does not fit with the others or the run's source.
     """
-    deadline = time.monotonic() + config.rounds.start_timeout
+    deadline = time.monotonic() + START_TIMEOUT_S
     names = registered_names(grid)
     nodes = wait_for_nodes(grid, config.rounds.num_clients, deadline, names)
     entries: dict[int, RosterEntry] = {}
@@ -94,10 +95,7 @@ def gather_roster(
             raise ValueError(f"a client cannot take part (node {node}): {reason}")
         if answers.silent:
             silent = sorted((names or {}).get(node, f"node {node}") for node in answers.silent)
-            raise TimeoutError(
-                f"start-timeout = {config.rounds.start_timeout:g}: no answer in time from "
-                f"{shortened(silent)}"
-            )
+            raise TimeoutError(f"no answer within {START_TIMEOUT_S:g} s from {shortened(silent)}")
         entries |= answers.entries
         check_partitions(entries.values())
         partitions = max((entry.num_partitions for entry in entries.values()), default=1)
@@ -151,7 +149,7 @@ class ClientRegistry:
         TimeoutError if too few for a round are connected.
         """
         rounds = self.config.rounds
-        deadline = time.monotonic() + min(RETURN_TIMEOUT_S, rounds.start_timeout)
+        deadline = time.monotonic() + RETURN_TIMEOUT_S
         next_line = 0.0
         while True:
             left_s = deadline - time.monotonic()
@@ -295,7 +293,7 @@ def wait_for_nodes(
             what += f"; not connected: {shortened(away)}"
         if time.monotonic() > deadline:
             hint = f"; start with --federation-config 'num-supernodes={expected}'"
-            what += hint if is_in_process_grid(grid) else "; raise start-timeout, or start them"
+            what += hint if is_in_process_grid(grid) else "; start them"
             raise TimeoutError(f"num-clients = {num_clients}: {what}")
         if not is_in_process_grid(grid) and time.monotonic() >= next_line:
             log.info("waiting for clients: %s", what)
@@ -383,7 +381,5 @@ def replies_of(
             for node in part
         ]
         seconds = max(0.0, deadline - time.monotonic())
-        replies = exchange.ask(
-            messages, seconds, "the roster", key="start-timeout", max_bytes=4 * RECORD_BYTES
-        )
+        replies = exchange.ask(messages, seconds, "the roster", max_bytes=4 * RECORD_BYTES)
         yield from zip(part, replies, strict=True)

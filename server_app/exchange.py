@@ -100,7 +100,6 @@ class Exchange:
         max_bytes: int = sys.maxsize,
         before_resend: Callable[[int], None] = lambda node: None,
         on_reply: Callable[[Message], None] | None = None,
-        meanwhile: Callable[[], None] = lambda: None,
     ) -> list[Message]:
         """One reply for each message, in their order; an error where none came in time.
 
@@ -119,8 +118,6 @@ class Exchange:
         max_bytes: of a reply; a larger one is refused while it arrives, as is a late one above the
         largest bound so far. before_resend: called with the node of a message before it is sent
         again. on_reply: takes each reply as it arrives; then none is held, and none returned.
-        meanwhile: called once the messages are sent; replies are pulled at least once after it.
-
         Raises the error of a SuperLink that is gone for good.
         """
         deadline, reconnect_until = time.monotonic() + timeout_s, 0.0
@@ -181,7 +178,6 @@ class Exchange:
         note_silence(timeout_s)
         sent_at, turns = time.monotonic(), self.turns(len(asked))
         deadline += (turns - 1) * timeout_s
-        meanwhile()
         self.progress(what, 0, len(asked))
         for message in refused:
             node = message.metadata.dst_node_id

@@ -1,12 +1,8 @@
 """A run on any engine: check, gather the clients, train round by round, end it."""
 
 import logging
-import math
-import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from logging.handlers import MemoryHandler
 from typing import Any
 
@@ -18,8 +14,6 @@ from client_app.methods import method_of
 from client_app.precision import resolved
 from client_app.samples import Samples
 from client_app.setup import dataset_spec_of, device_for, model_for, open_source, pixels_of, placed
-from client_app.stacked import check_stackable
-from client_app.state import StateMemory, max_rounds_ahead, memories
 from flower_adapter import has_own_clients, is_in_process_grid, watch_superlink
 from protocol.code import line_in_method, place_of
 from protocol.config import RunConfig, resolve_config, with_current_names
@@ -34,7 +28,7 @@ from protocol.messages import (
 )
 from protocol.options import OptionValue
 from protocol.privacy import privacy_statement
-from protocol.processes import give_back_freed_memory, num_cores
+from protocol.processes import give_back_freed_memory
 from server_app.audit import AuditLog
 from server_app.checks import config_warnings
 from server_app.client_registry import ClientRegistry, gather_roster
@@ -53,7 +47,7 @@ from server_app.manifest import (
     split_digest,
 )
 from server_app.observers import RunInfo, RunObserver
-from server_app.preflight import WorkerOnNode, checked_workers, log_lines, worker_warnings
+from server_app.preflight import checked_workers, log_lines, worker_warnings
 from server_app.report import Reporter, plot_split
 from server_app.roster import (
     ROSTER_FILE,
@@ -65,9 +59,6 @@ from server_app.roster import (
 from server_app.rounds import (
     DivergedError,
     Run,
-    Trained,
-    note_scores,
-    note_trained,
     record_round,
     train_round,
 )
@@ -152,9 +143,6 @@ def prepare(
     source = open_source(config)  # decoded here, before any client opens it
     model = model_for(config, source)
     method.check_model(model)  # raises for layers that this network does not have
-    check_stackable(method, config, model)
-    check_engine(grid, config)
-    companions = getattr(grid, "companions", None)
     initial_weights = {name: array.clone() for name, array in model.state_dict().items()}
     strategy = strategy_for(config, model)
     device = device_for(config.train.device)
@@ -220,14 +208,14 @@ def prepare(
     data_of_run = data_digest(source) if is_in_process_grid(grid) else ""
     if resumed and data_of_run:
         check_same_data(resumed.path, config, data_of_run, split)
-    if resumed and resumed.has_checkpoint(config.rounds.checkpoint_interval):
+    if resumed and resumed.has_checkpoint(config.rounds.checkpoint_every):
         start = resumed.newest_checkpoint(start.arrays, config.model.model)
         strategy.load(start.state)
     if resumed and config.privacy.epsilon:
         resumed.restore_releases(start.state)
     directory = resumed or new_run_directory(config)
     held.callback(directory.close)
-    directory.checkpoint_interval = config.rounds.checkpoint_interval
+    directory.checkpoint_interval = config.rounds.checkpoint_every
     audit = AuditLog(directory.path)
     fault = audit_fault(directory.path)
     registry.note = audit.note
@@ -239,7 +227,7 @@ def prepare(
     else:
         present = [(e.client, n) for n, e in roster.items() if e.client not in registry.missing]
         audit.note_all("joined", ({"client": c, "node": n} for c, n in sorted(present)))
-    directory.start_log(companions.is_own if companions else None, early)
+    directory.start_log(None, early)
     for level, text in log_lines(workers):
         log.log(level, "%s", text)
     if fault:
@@ -249,11 +237,6 @@ def prepare(
     notes += config_warnings(config, overrides)
     if workers:
         notes += worker_warnings(workers, report_of(PreflightRequest(config, data, "", "", False)))
-    if config.rounds.snapshot_every > 1 and workers:
-        notes.append(
-            f"snapshot-every = {config.rounds.snapshot_every}: the workers of Flower's simulation "
-            "still write client state in every round; only the inline engine keeps it in memory"
-        )
     for note in notes:
         log.warning("%s", note)
     save_roster(directory.path / ROSTER_FILE, roster)
@@ -270,17 +253,12 @@ def prepare(
         split=split,
         data=data_of_run,
         workers=workers,
-        stacked=companions.about if companions else {},
         precisions=precisions if is_simulated and config.train.precision == "auto" else (),
         trains=start.round < config.rounds.num_rounds,
     )
     noted = read_manifest(directory.path).get("rounds", {})
     if 0 < start.round <= NUM_NOTED_ROUNDS and str(start.round) not in noted:  # killed before it
         note_round(directory.path, config, start.round, start.noted_digest(config.model.model))
-    memory = StateMemory(max_rounds_ahead(config.rounds.checkpoint_interval))
-    if config.rounds.snapshot_every > 1 and has_own_clients(grid):
-        memories[directory.path] = memory
-        held.callback(memories.pop, directory.path)
     return Run(
         config=config,
         data=data,
@@ -299,26 +277,8 @@ def prepare(
         cohort_size=cohort,
         start=start,
         monitor=monitor,
-        memory=memory,
-        threads_beside_workers=threads_beside(workers, config.train.threads),
         evaluation_backoff=Backoff(config.rounds.backoff_after, config.rounds.backoff_rounds),
     )
-
-
-def check_engine(grid: Grid, config: RunConfig) -> None:
-    """ValueError, one line, for what only the inline engine does."""
-    if config.train.clients_per_step > 1 and not getattr(grid, "stacks_clients", False):
-        raise ValueError(
-            f"clients-per-step = {config.train.clients_per_step}: only the inline engine trains "
-            "clients together, and no more than 1,000 of them: run with --engine inline, or set it "
-            "to 1"
-        )
-    if config.train.stacked_runs > 1 and getattr(grid, "companions", None) is None:
-        raise ValueError(
-            f"stacked-runs = {config.train.stacked_runs}: runs train together on the inline "
-            "engine, with no more than 1,000 clients, under `keel experiments run --stack`, which "
-            "also resumes them: repeat that command, or set it to 1"
-        )
 
 
 def exchange_of(
@@ -342,59 +302,21 @@ def run_rounds(
 ) -> None:
     """All rounds from the first or the checkpoint's, then the final model and the report."""
     config, path = run.config, run.directory.path
-
-    def replay(line: Line) -> None:
-        if run.keeps_scores:
-            note_trained(run, line)
-            note_scores(run.scores, line)
-
-    history = truncate_history(path / HISTORY_FILE, run.start.round, replay)
-    if len(history) < run.start.round:  # who trained in the lost rounds is not known
-        run.scores.clear()
-        run.asked = None
+    history = truncate_history(path / HISTORY_FILE, run.start.round)
     run.loss_terms = {f"loss.{name}": 1 for line in history for name in line["losses"]}
     reporter = Reporter(config, info_of(run, history), observers, lambda: privacy_spent(run))
     at_exit(reporter.interrupted)
     run.exchange.progress = reporter.replied
     arrays = array_record(run.start.arrays)  # after the last round that is on disk
-    trained: Trained | None = None  # the round after it, if that is not on disk yet
-    # to evaluate and write the last round of each kind: (is evaluated, has a checkpoint)
-    recording_s: dict[tuple[bool, bool], float] = {}
     status = "finished"
-
-    def kind_of(server_round: int) -> tuple[bool, bool]:
-        has_checkpoint = server_round % config.rounds.checkpoint_interval == 0
-        return run.is_evaluated(server_round), has_checkpoint
-
-    def finish_round(beside_training: bool = False) -> None:
-        nonlocal arrays, trained
-        if trained:
-            started = time.monotonic()
-            newest, trained = trained, None  # before the call: after an error it is not repeated
-            line = record_round(run, newest, beside_training)
-            arrays = newest.arrays
-            reporter.round_done(line)
-            give_back_memory(run)
-            recording_s[kind_of(newest.round)] = time.monotonic() - started
-
     try:
         reporter.begin()
         for server_round in range(run.start.round + 1, config.rounds.num_rounds + 1):
-            before = trained.arrays if trained else arrays
-            try:
-                newest = train_round(run, server_round, before, partial(finish_round, True))
-            except Exception:
-                finish_round()
-                raise
-            finish_round()
-            trained = newest
-            give_back_memory(run)  # of this round's updates
-            # replies wait meanwhile, and expire; a client that is late must find the round over
-            expected_s = recording_s.get(kind_of(server_round), math.inf)
-            is_slow = expected_s > config.rounds.round_timeout / 10
-            if not run.overlaps_rounds or is_slow or run.exchange.late:
-                finish_round()
-        finish_round()
+            trained = train_round(run, server_round, arrays)
+            line = record_round(run, trained)
+            arrays = trained.arrays
+            reporter.round_done(line)
+            give_back_memory(run)
     except BaseException as error:
         status = status_after(error)
         raise
@@ -448,16 +370,6 @@ def status_after(error: BaseException) -> str:
         place = line_in_method(error)
         return " ".join(f"failed: {type(error).__name__}: {error}{place}".split())
     return "stopped"
-
-
-def threads_beside(workers: Sequence[WorkerOnNode], threads: int) -> int:
-    """The cores of this machine that these workers leave, at least one; 0 without workers.
-
-    threads: of each worker; 0: one. With more threads than cores, all take twice the processor
-    time.
-    """
-    used = max(Counter(worker.node for worker in workers).values(), default=0) * max(1, threads)
-    return max(1, num_cores() - used) if workers else 0
 
 
 def info_of(run: Run, history: Sequence[Line]) -> RunInfo:

@@ -5,9 +5,8 @@ reason), rejected (number of replies that failed update validation), reset_neede
 state is lost or ahead of the server), backed_off (clients that are not sampled: away or in
 backoff), late, losses, seconds (by phase; those of all rounds add up to the run's),
 client_seconds, client_cpu_seconds, bytes_down, bytes_up; if measured: global, local_global,
-personal, diagnostics, evaluation_left_out, evaluation_bytes_down, evaluation_bytes_up; if clients
-trained in the next round during the evaluation: overlapped_evaluation_seconds; if client state was
-older than the client's last accepted update: old_state (client to the round of that state).
+personal, diagnostics, evaluation_left_out, evaluation_bytes_down, evaluation_bytes_up; if client
+state was older than the client's last accepted update: old_state (client to that state's round).
 """
 
 import gc
@@ -16,7 +15,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -312,13 +311,10 @@ def append_history(path: Path, line: Mapping[str, Any]) -> None:
     append_line(path, json.dumps(finite_or_null(line), allow_nan=False))
 
 
-def truncate_history(
-    path: Path, last_round: int, replay: Callable[[Line], None] = lambda line: None
-) -> list[Line]:
+def truncate_history(path: Path, last_round: int) -> list[Line]:
     """Drop the lines of rounds after `last_round`, which a resume repeats.
 
-    Returns the others `without_clients`, whose accuracies are most of a history; replay: is given
-    each of them whole.
+    Returns the others `without_clients`, whose accuracies are most of a history.
 
     A damaged history does not stop a resume: it is saved as `history.jsonl.damaged`, and its intact
     lines are used. A warning says what is missing.
@@ -327,13 +323,6 @@ def truncate_history(
     lines, texts = [], []
     for line in each_line(path, faults):
         if line["round"] <= last_round:
-            try:
-                replay(line)
-            except DAMAGE as error:
-                faults.append(
-                    f"{path}, round {line['round']} is damaged: {type(error).__name__}: {error}"
-                )
-                continue
             lines.append(without_clients(line))
             texts.append(json.dumps(line).encode() + b"\n")
     if faults:

@@ -4,25 +4,17 @@ For tests, debugging, benchmarks, and machines too small for Ray. Messages are F
 which pass tensors without a copy. On one CPU the model is bit-identical to that of `flwr run`.
 """
 
-import logging
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from flwr.app import Context, Message, MessageType, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 import client_app.app
-from client_app.handlers import (
-    Train,
-    answer_together,
-    clients_per_step,
-    forget_data,
-    train_together,
-)
+from client_app.handlers import forget_data
 from flower_adapter import assign_message_id, begin_task
 from protocol.legacy import forward
 from protocol.options import OptionValue
@@ -34,45 +26,20 @@ MAX_NODES = 1000
 NodeConfig = dict[str, OptionValue]
 
 
-@dataclass(frozen=True)
-class Companions:
-    """What a run has of the others with which it trains (server_app/stacked_runs.py).
-
-    train: trains clients of all runs together. about: which runs these are, for the manifest.
-    is_own: whether a log record belongs into this run's log.
-    """
-
-    train: Train
-    about: Mapping[str, Any]
-    is_own: Callable[[logging.LogRecord], bool] = lambda record: True
-
-
 class InlineGrid(OwnGrid):
-    """Clients in this process, which answer one after the other, in the order of the messages.
+    """Clients in this process, which answer one after the other, in the order of the messages."""
 
-    companions: the runs with which this one trains, if any.
-    """
-
-    stacks_clients: ClassVar[bool] = True
     has_own_clients: ClassVar[bool] = True
     simulates_clients = False  # each node is one client, unless `run_inline` changes this
 
-    def __init__(
-        self,
-        app: ClientApp,
-        node_configs: Sequence[NodeConfig],
-        companions: Companions | None = None,
-    ) -> None:
-        self.app, self.companions = app, companions
+    def __init__(self, app: ClientApp, node_configs: Sequence[NodeConfig]) -> None:
+        self.app = app
         run_id = secrets.randbits(62)
         begin_task(run_id)
         self.contexts = {
             node: Context(run_id, node, config, RecordDict(), {})
             for node, config in enumerate(node_configs, start=2)
         }
-        plain = {"partition-id", "num-partitions"}
-        # with names, networks or data of their own
-        self.has_custom_clients = any(config.keys() != plain for config in node_configs)
         self.waiting: dict[str, Message] = {}
 
     def get_node_ids(self) -> Iterable[int]:
@@ -90,32 +57,16 @@ class InlineGrid(OwnGrid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """The reply to the first of these messages, made now; those of clients trained together."""
+        """The reply to the first of these messages, made now."""
         asked = set(message_ids)
         due = [message_id for message_id in self.waiting if message_id in asked]
         if not due:
             return []
-        first = self.waiting[due[0]]
-        num = clients_per_step(first, self.contexts[first.metadata.dst_node_id])
-        messages = [self.waiting.pop(message_id) for message_id in due[:num]]
-        is_train = messages[0].metadata.message_type == MessageType.TRAIN
-        if num > 1 or (self.companions and is_train):
-            return self.answer_together(messages)
-        return [self.answer(messages[0])]
+        return [self.answer(self.waiting.pop(due[0]))]
 
     def answer(self, message: Message) -> Message:
         """The client's reply to one message."""
         return self.app(message, self.contexts[message.metadata.dst_node_id])
-
-    def answer_together(self, messages: Sequence[Message]) -> list[Message]:
-        """The replies of clients that train together, with those of other runs if there are."""
-        contexts = [self.contexts[message.metadata.dst_node_id] for message in messages]
-        train = self.companions.train if self.companions else train_together
-        contents = answer_together(messages, contexts, train)
-        return [
-            Message(content, reply_to=message)
-            for content, message in zip(contents, messages, strict=True)
-        ]
 
 
 def simulated_nodes(num_clients: int) -> list[NodeConfig]:
@@ -125,13 +76,11 @@ def simulated_nodes(num_clients: int) -> list[NodeConfig]:
     return [{"partition-id": i, "num-partitions": num_clients} for i in range(num_clients)]
 
 
-def simulation(
-    num_clients: int, num_workers: int = 0, companions: Companions | None = None
-) -> InlineGrid:
+def simulation(num_clients: int, num_workers: int = 0) -> InlineGrid:
     """The grid of a simulation; its arguments are as those of `run_inline`."""
     is_logical = num_clients > MAX_NODES or num_workers > 0
     nodes = simulated_nodes((num_workers or 1) if is_logical else num_clients)
-    grid = InlineGrid(client_app.app.app, nodes, companions)
+    grid = InlineGrid(client_app.app.app, nodes)
     grid.simulates_clients = is_logical
     return grid
 
@@ -142,21 +91,19 @@ def run_inline(
     node_configs: Sequence[NodeConfig] | None = None,
     observers: Sequence[RunObserver] = (),
     num_workers: int = 0,
-    companions: Companions | None = None,
 ) -> Path:
     """A run in this process; returns its directory. Raises what `run_federation` raises.
 
     node_configs: one per client, for clients that are not partitions of the run's source.
     num_workers: nodes that simulate the clients as logical ones; 0: one node for more than
-    `MAX_NODES` clients, otherwise one per client. companions: as `InlineGrid`.
+    `MAX_NODES` clients, otherwise one per client.
     """
-    if not companions:  # `run_stacked` has done it for all runs
-        forget_data()
+    forget_data()
     overrides = dict(overrides)
     if node_configs is None:
-        grid = simulation(num_clients, num_workers, companions)
+        grid = simulation(num_clients, num_workers)
     else:
-        grid = InlineGrid(client_app.app.app, node_configs, companions)
+        grid = InlineGrid(client_app.app.app, node_configs)
     if grid.simulates_clients:
         expected = overrides.get("num-clients", num_clients)
         if expected != num_clients:

@@ -10,7 +10,7 @@ import json
 import logging
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -103,7 +103,6 @@ def begin_manifest(
     split: str,
     data: str = "",
     workers: Sequence[WorkerOnNode] = (),
-    stacked: Mapping[str, Any] | None = None,
     precisions: Sequence[str] = (),
     trains: bool = True,
 ) -> None:
@@ -112,10 +111,9 @@ def begin_manifest(
     A resume adds its code, version of Keel and machines to those of earlier calls; the field
     `versions` stays as it was for the noted rounds. A damaged manifest does not stop a resume.
 
-    split, data: digests; data: "" in a deployment. workers: of Flower's simulation. stacked: the
-    runs that this one trains with (stacked_runs.py). precisions: what "auto" resolved to, on the
-    simulation's workers or else here; empty if the run sets another precision. trains: whether
-    rounds are left: code that only completes a run is not noted.
+    split, data: digests; data: "" in a deployment. workers: of Flower's simulation. precisions:
+    what "auto" resolved to, on the simulation's workers or else here; empty if the run sets another
+    precision. trains: whether rounds are left: code that only completes a run is not noted.
     """
     try:
         before = read_manifest(directory, is_whole=True)
@@ -143,8 +141,6 @@ def begin_manifest(
     }
     if data:
         fields["data"] = data
-    if stacked:
-        fields["stacked"] = stacked
     if precisions:
         fields["precision"] = appended(before.get("precision", []), *precisions)
     if is_simulated:

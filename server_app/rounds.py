@@ -3,12 +3,11 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from flwr.app import ArrayRecord, Message, MessageType
 from flwr.serverapp import Grid
@@ -16,9 +15,8 @@ from flwr.serverapp import Grid
 from client_app.evaluation import evaluate
 from client_app.method import Method
 from client_app.samples import Samples
-from client_app.state import StateMemory
 from data.sources import Source
-from flower_adapter import has_own_clients, is_in_process_grid
+from flower_adapter import is_in_process_grid
 from models import StagedModel
 from protocol.config import RoundsConfig, RunConfig
 from protocol.messages import (
@@ -43,11 +41,9 @@ from server_app.record import client_fields, training_fields
 from server_app.roster import ROSTER_FILE, save_roster
 from server_app.run_directory import RELEASES, Checkpoint, RunDirectory
 from server_app.simulated_roster import Roster, SimulatedRoster
-from server_app.untrained import untrained_accuracies
 from strategies import Average
 from strategies.average import RoundReport
 from strategies.backoff import Backoff
-from strategies.sampling import ClientNames
 from strategies.validation import RECORD_BYTES
 
 log = logging.getLogger("keel.server")
@@ -78,13 +74,7 @@ class Run:
     cohort_size: int
     start: Checkpoint
     monitor: Monitor | None
-    memory: StateMemory
-    threads_beside_workers: int  # of this process while a simulation's workers train; 0: torch's
     evaluation_backoff: Backoff  # clients that gave no answer to evaluations
-    # by client whose newest update was aggregated: its own model's score since, if known
-    scores: dict[str, float | None] = field(default_factory=dict)
-    # the clients that were asked to train so far; None: not known
-    asked: set[str] | None = field(default_factory=set)
     # the loss metrics of all rounds so far: names, and the most clients that sent each in one round
     loss_terms: dict[str, int] = field(default_factory=dict)
 
@@ -102,20 +92,6 @@ class Run:
     def evaluated_clients(self, server_round: int) -> str:
         """Whose local test parts are evaluated on after this round: none, cohort or all."""
         return self.config.evaluated_clients if self.is_evaluated(server_round) else "none"
-
-    @property
-    def overlaps_rounds(self) -> bool:
-        """Whether a round may be evaluated and written while clients train in the next one.
-
-        Not if they train in this process, nor with private releases: after a crash, a resume
-        repeats both rounds, and would request one release more of each client.
-        """
-        return not has_own_clients(self.grid) and not self.config.privacy.epsilon
-
-    @property
-    def keeps_scores(self) -> bool:
-        """Whether `scores` holds: in a deployment, a client may lose or reset its state."""
-        return self.has_own_models and is_in_process_grid(self.grid)
 
 
 @dataclass(frozen=True)
@@ -159,13 +135,8 @@ class Sent:
             self.run.audit.note("released", round=self.round, clients=clients, **budget)
 
 
-def train_round(
-    run: Run, server_round: int, arrays: ArrayRecord, meanwhile: Callable[[], None] = lambda: None
-) -> Trained:
-    """Train, aggregate, and evaluate on the clients where that is due.
-
-    meanwhile: called while the clients train.
-    """
+def train_round(run: Run, server_round: int, arrays: ArrayRecord) -> Trained:
+    """Train, aggregate, and evaluate on the clients where that is due."""
     config, strategy = run.config, run.strategy
     rounds, seconds = config.rounds, dict[str, float]()
     # a client's own model does not change between training and evaluation: one message does both
@@ -210,7 +181,6 @@ def train_round(
             max_bytes=strategy.max_reply_bytes(),
             before_resend=sent.note,
             on_reply=lambda reply: strategy.accept(server_round, reply),
-            meanwhile=meanwhile,
         )
         silent |= {sent.clients[node] for node in run.exchange.silent}
         again = strategy.to_ask_again()
@@ -253,7 +223,6 @@ def train_round(
             client,
             state_round,
         )
-    note_trained(run, line)
     if run.monitor and is_measured:
         with threads(run.config.train.threads):
             line["diagnostics"] = run.monitor.measure(
@@ -262,15 +231,12 @@ def train_round(
         seconds["diagnostics"] = time.perf_counter() - started
         started = time.perf_counter()
     line |= evaluation_fields(run, server_round, following, report, {*backed_off}, silent)
-    note_scores(run.scores, line)
     seconds["evaluation"] = time.perf_counter() - started
 
     strategy.report = RoundReport()  # this round's updates are not held during the next
     run.exchange.drain()
     line["late"] = run.exchange.take_late()
     line["seconds"] = seconds
-    if run.overlaps_rounds:  # written during the next round, in which a half may change its tensors
-        state = {name: array.clone() for name, array in state.items()}
     if config.privacy.epsilon:
         state |= run.directory.release_state()
     return Trained(server_round, following, state, line)
@@ -303,13 +269,6 @@ def evaluation_fields(
     clients: Set[str] = {reply.client for reply in report.accepted}
     if evaluated == "all":
         clients = run.strategy.clients
-    if run.keeps_scores:
-        scored += [
-            TrainReply(client, server_round, {}, {}, {"personal-accuracy": score})
-            for client, score in run.scores.items()
-            if score is not None and client in clients
-        ]
-        scored += score_untrained(run, server_round, arrays, clients)
     clients = clients - {reply.client for reply in scored}
     unasked = not_to_evaluate(run, server_round, clients, backed_off, silent)
     if unasked:
@@ -325,17 +284,13 @@ def evaluation_fields(
     return fields | client_fields(scored, run.method)
 
 
-def record_round(run: Run, trained: Trained, beside_training: bool = False) -> Line:
-    """Evaluate the global model where that is due, and write the round to disk; its line.
-
-    beside_training: clients train in the next round, whose seconds contain those of this.
-    """
+def record_round(run: Run, trained: Trained) -> Line:
+    """Evaluate the global model where that is due, and write the round to disk; its line."""
     rounds, server_round = run.config.rounds, trained.round
     line: Line = trained.line
     started = time.perf_counter()
     if run.is_evaluated(server_round) and rounds.evaluate_global and run.method.has_global_model:
-        num_threads = run.threads_beside_workers if beside_training else 0
-        line["global"] = global_score(run, trained.arrays, num_threads)
+        line["global"] = global_score(run, trained.arrays)
         if not math.isfinite(loss := line["global"]["loss"]):  # null in the history
             log.warning(
                 "round %d: the global model's loss on the test set is %s: the model has diverged "
@@ -344,20 +299,14 @@ def record_round(run: Run, trained: Trained, beside_training: bool = False) -> L
                 loss,
                 divergence_advice(rounds),
             )
-        taken_s = time.perf_counter() - started
-        if beside_training:
-            line["overlapped_evaluation_seconds"] = round(taken_s, 4)
-        else:
-            line["seconds"]["evaluation"] += taken_s
+        line["seconds"]["evaluation"] += time.perf_counter() - started
     line["seconds"] = {name: round(value, 4) for name, value in line["seconds"].items()}
     line = finite_or_null(line)
     # before the checkpoint: a resume drops what is ahead of it
     append_history(run.directory.path / HISTORY_FILE, line)
     model, saved = run.config.model.model, ""
     checkpoint = Checkpoint(server_round, tensors(trained.arrays), trained.state)
-    if server_round == rounds.num_rounds or server_round % rounds.snapshot_every == 0:
-        run.memory.write(run.directory.checkpoint_rounds())
-    if server_round == rounds.num_rounds or server_round % rounds.checkpoint_interval == 0:
+    if server_round == rounds.num_rounds or server_round % rounds.checkpoint_every == 0:
         saved = run.directory.save_checkpoint(checkpoint, model)
     if server_round <= NUM_NOTED_ROUNDS:
         noted = saved
@@ -367,36 +316,17 @@ def record_round(run: Run, trained: Trained, beside_training: bool = False) -> L
     return line
 
 
-def note_trained(run: Run, line: Line) -> None:
-    """Note who was asked to train in this round, and forget their scores.
-
-    A client whose update was not aggregated may still be training: its score does not hold.
-    """
-    for client in line["left_out"]:
-        run.scores.pop(client, None)
-    run.scores |= dict.fromkeys(line["participants"])
-    if run.asked is not None:
-        run.asked.update(line["participants"], line["left_out"])
-
-
-def note_scores(scores: dict[str, float | None], line: Line) -> None:
-    """Note the scores in the line, less those of models that clients make from the newest u_0."""
-    accuracies = line.get("personal", {}).get("clients", {})
-    scores |= {client: accuracies[client] for client in scores.keys() & accuracies.keys()}
-
-
 def name_for_clients(run: Run) -> str:
     """The run directory's path in a simulation, whose clients store their state there; its name."""
     path = run.directory.path
     return str(path) if is_in_process_grid(run.grid) else path.name
 
 
-def global_score(run: Run, arrays: ArrayRecord, num_threads: int) -> dict[str, float]:
-    """Accuracy and loss of the global model on the source's test set. num_threads: 0: torch's."""
+def global_score(run: Run, arrays: ArrayRecord) -> dict[str, float]:
+    """Accuracy and loss of the global model on the source's test set."""
     device = run.test_samples.labels.device
     run.model.to(device).load_state_dict(run.initial_weights | tensors(arrays))
-    with threads(num_threads):
-        score = evaluate(run.model, run.test_samples, run.config.train.precision)
+    score = evaluate(run.model, run.test_samples, run.config.train.precision)
     return {"accuracy": score.accuracy, "loss": score.loss}
 
 
@@ -461,26 +391,6 @@ def evaluate_on_clients(
     if report.left_out:
         run.audit.note("rejected", round=server_round, kind="evaluate", clients=report.left_out)
     return report
-
-
-def score_untrained(
-    run: Run, server_round: int, arrays: ArrayRecord, clients: Set[str]
-) -> list[TrainReply]:
-    """The scores of those of these clients that are simulated and were never asked to train.
-
-    Empty if their personal models do not start alike.
-    """
-    is_custom = getattr(run.grid, "has_custom_clients", False)
-    if not run.method.personal_models_start_alike() or run.asked is None or is_custom:
-        return []
-    names = ClientNames(run.roster[next(iter(run.roster))].num_partitions)
-    untrained = sorted(names.number(client) for client in clients - run.asked if client in names)
-    request = evaluate_request(run, server_round)
-    scores = untrained_accuracies(request, tensors(arrays), np.array(untrained, int), len(names))
-    return [
-        TrainReply(client, server_round, {}, {}, {"personal-accuracy": score})
-        for client, score in scores.items()
-    ]
 
 
 def evaluate_request(run: Run, server_round: int) -> EvaluateRequest:

@@ -19,7 +19,7 @@ from protocol.code import is_installed
 from protocol.config import RoundsConfig, keel_home, tracker_names
 from protocol.files import write_atomically
 from protocol.text import in_one_line
-from server_app.history import HISTORY_FILE, PER_CLIENT, Line, without_clients
+from server_app.history import HISTORY_FILE, Line, without_clients
 from server_app.observers import RunInfo, RunObserver, scalars
 from server_app.summary import SUMMARY_FILE
 
@@ -41,7 +41,7 @@ def trackers_of(rounds: RoundsConfig) -> list[RunObserver]:
         "mlflow": MlflowRun,
         "wandb": WandbRun,
     }
-    return [Tracked(n, makers[n](), rounds.tracker_clients) for n in tracker_names(rounds)]
+    return [Tracked(n, makers[n]()) for n in tracker_names(rounds)]
 
 
 def check_trackers(rounds: RoundsConfig) -> None:
@@ -59,13 +59,10 @@ def check_trackers(rounds: RoundsConfig) -> None:
 
 
 class Tracked:
-    """Runs a tracker in a thread: the run neither waits for it nor ends because of it.
+    """Runs a tracker in a thread: the run neither waits for it nor ends because of it."""
 
-    with_clients: the tracker also plots each client's accuracies.
-    """
-
-    def __init__(self, name: str, tracker: RunObserver, with_clients: bool = False) -> None:
-        self.name, self.tracker, self.with_clients = name, tracker, with_clients
+    def __init__(self, name: str, tracker: RunObserver) -> None:
+        self.name, self.tracker = name, tracker
         self.calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self.info: RunInfo | None = None  # until the tracker has started
@@ -79,7 +76,7 @@ class Tracked:
 
     def on_round(self, line: Line) -> None:
         """Pass the round on."""
-        shown = line if self.with_clients else without_clients(line)
+        shown = without_clients(line)
         self.calls.put(lambda: self.tracker.on_round(shown))
 
     def on_run_end(self, summary: Mapping[str, Any]) -> None:
@@ -110,12 +107,8 @@ class Tracked:
 
 
 def figures(line: Line) -> dict[str, float]:
-    """A round's figures by name, with each client's accuracies if the line has them."""
-    found = scalars(line)
-    for key in PER_CLIENT:
-        clients = line.get(key, {}).get("clients", {})
-        found |= {f"client/{name}/{key}": value for name, value in clients.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    """A round's figures by name."""
+    return {name: value for name, value in scalars(line).items() if value is not None}
 
 
 def tracker_id(directory: Path, name: str, new: Callable[[], str]) -> tuple[str, bool]:

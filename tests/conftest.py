@@ -35,7 +35,6 @@ LONGEST = (
 # These import or make what takes a second and others do without: each group is on one worker.
 TOGETHER = {
     "a report": ("test_experiments_rendering.py",),
-    "a group of runs": ("test_stacked_runs.py",),
     "torchvision": ("test_models_architectures.py", "test_data_readers.py"),
     "torch's compiler": ("test_client_waits.py", "test_client_sgd.py"),
     "SciPy's statistics": (

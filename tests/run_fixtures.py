@@ -83,7 +83,7 @@ def history_of(folder: Path) -> list[dict[str, Any]]:
 def without_times(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The history less what differs between two runs of the same: how long it took, and the bytes
     sent, as a message holds the folder's name."""
-    timed = ("seconds", "client_seconds", "client_cpu_seconds", "overlapped_evaluation_seconds")
+    timed = ("seconds", "client_seconds", "client_cpu_seconds")
     differing = (*timed, "bytes_down", "evaluation_bytes_down")
     return [{k: v for k, v in line.items() if k not in differing} for line in history]
 

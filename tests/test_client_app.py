@@ -35,7 +35,6 @@ from client_fixtures import (
 from flwr.app import ConfigRecord, RecordDict
 from method_fixtures import METHODS, FloatPenalty, ForgottenReturn, InPlace, with_method
 from PIL import Image
-from run_fixtures import assert_same_run
 
 import client_app.handlers
 from client_app.handlers import advice, turn, without_file_names
@@ -48,7 +47,7 @@ from client_app.node_config import own_architecture
 from client_app.objective import objective_phase
 from client_app.process_cache import ProcessCache
 from client_app.setup import build_network, client_indices, open_source, pixels_of
-from client_app.state import StateFolder, StateMemory, max_rounds_ahead, memories
+from client_app.state import StateFolder
 from flower_adapter import GPU_LOST
 from protocol.config import config_from_json
 from protocol.messages import (
@@ -335,11 +334,9 @@ def test_an_update_leaves_the_device_before_the_turn_ends(tmp_path, monkeypatch)
         return update
 
     monkeypatch.setattr("client_app.method.train_alone", trained)
-    # as with snapshot-every > 1
-    monkeypatch.setitem(memories, tmp_path, StateMemory(max_rounds_ahead(1)))
     config = make_config(method="moon")
     reply = Client(config, tmp_path).ask("train", 1, initial(config))
-    groups = memories[tmp_path].load(tmp_path / "clients" / "client-0000", before_round=2)
+    groups = StateFolder(tmp_path / "clients" / "client-0000").load(before_round=2)
     kept = [array for arrays in groups.values() for array in arrays.values()]
     sent = read_reply(reply)
     assert len(kept) == len(sent.arrays) > 0
@@ -355,24 +352,6 @@ class StoresExtra(FedProx):
 
     def finish(self, update, ctx):
         return replace(update, state={"sent": ctx.extra, "model": ctx.received})
-
-
-def test_state_in_memory_does_not_follow_what_the_server_does_with_its_arrays(
-    tmp_path, monkeypatch
-):
-    """A server half may change its own arrays in place, such as a control variate."""
-    with_method(monkeypatch, "fedprox", StoresExtra)
-    # as with snapshot-every > 1
-    monkeypatch.setitem(memories, tmp_path, StateMemory(max_rounds_ahead(1)))
-    config = make_config(method="fedprox")
-    arrays, extra = initial(config), {"c": torch.ones(3)}
-    Client(config, tmp_path).ask("train", 1, arrays, extra=extra)
-    expected = {name: array.clone() for name, array in arrays.items()}
-    for array in (*arrays.values(), *extra.values()):
-        array.mul_(2)
-    groups = memories[tmp_path].load(tmp_path / "clients" / "client-0000", before_round=2)
-    assert_same_bits(groups["sent"], {"c": torch.ones(3)})
-    assert_same_bits(groups["model"], expected)
 
 
 def test_kept_models_of_a_whole_run_are_of_before_the_averaging(home):
@@ -986,19 +965,6 @@ class WithGradient(FedProx):
 
     def finish(self, update, ctx):
         return replace(update, state={"m": {"bias": 2 * ctx.model.classifier.bias}})
-
-
-@pytest.mark.parametrize("method", [InInferenceMode, WithGradient])
-def test_arrays_may_have_a_gradient_or_come_from_inference_mode(
-    method, tmp_path, monkeypatch, no_pictures
-):
-    """The second failed with snapshot-every > 1: client state stayed in memory with its graph."""
-    with_method(monkeypatch, "fedprox", method)
-    keys = {"method": "fedprox", "num-rounds": 3, "source": small_source(), "batch-size": 8}
-    keys |= {"model": "cnn-fedreco", "partition": "iid", "min-samples": 1, "device": "cpu"}
-    keys |= {"output-dir": str(tmp_path), "keep-state": True}
-    one, other = (run_inline(keys | {"snapshot-every": n}, num_clients=2) for n in (1, 3))
-    assert_same_run(one, other)
 
 
 @pytest.mark.parametrize(

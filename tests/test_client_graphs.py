@@ -293,9 +293,6 @@ def test_nothing_is_recorded_on_a_cpu_or_for_few_steps(monkeypatch):
     ("key", "value", "shown"),
     [
         ("compile", True, "true"),
-        ("clients-per-step", 4, "4"),
-        ("clients-per-step", 0, "0"),
-        ("stacked-runs", 2, "2"),
     ],
 )
 def test_keys_that_train_otherwise_are_refused(key, value, shown):

@@ -8,7 +8,7 @@ from client_fixtures import assert_same_bits, facts, make_config, make_round, tr
 
 import client_app.process_cache
 from client_app.node_config import own_splits
-from client_app.process_cache import ProcessCache, ProcessCaches
+from client_app.process_cache import ProcessCache
 from client_app.setup import open_source
 
 
@@ -83,11 +83,3 @@ def test_labels_can_be_had_without_images():
         torch.from_numpy(np.asarray(own_splits(config, facts(config), node)[0].labels)),
         make_round(config, partition=1, of=3).train_samples.labels,
     )
-
-
-def test_a_config_that_asks_for_many_runs_at_once_does_not_fill_the_process():
-    """A server may send a client any config: 64 seeds had 64 networks and caches of samples."""
-    caches, configs = ProcessCaches(), [make_config(stacked_runs=64, seed=n) for n in range(3)]
-    made = [caches.of(config) for config in configs]
-    assert caches.of(configs[2]) is made[2]
-    assert caches.of(configs[0]) is not made[0]

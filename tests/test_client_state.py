@@ -14,7 +14,7 @@ from client_fixtures import assert_same_bits
 from safetensors.torch import save
 
 import client_app.state
-from client_app.state import ResetNeeded, StateFolder, StateMemory, max_rounds_ahead
+from client_app.state import ResetNeeded, StateFolder, max_rounds_ahead
 from protocol.files import digest, write_atomically
 
 
@@ -124,18 +124,6 @@ def test_all_that_a_resume_asks_for_stays_and_nothing_else(tmp_path, interval, t
                 assert state.load(before) == {}
             else:
                 assert_is(state.load(before), expected)
-
-
-def test_a_round_may_be_trained_any_number_of_times_with_state_in_memory(tmp_path):
-    memory = StateMemory(max_rounds_ahead(1))
-    for round_, seed in ((1, 1), (2, 2), (2, 3)):
-        memory.save(tmp_path, round_, groups(seed))
-    for _ in range(2):  # the second time after a method has made new state out of the old
-        old, new = (memory.load(tmp_path, before_round=n) for n in (2, 3))
-        assert_is(old, 1)
-        assert_is(new, 3)
-        old["model"]["stages.conv1.weight"] = torch.zeros(5)
-        old["previous"] = new.pop("previous")
 
 
 def test_another_process_may_prune_the_same_client(tmp_path, monkeypatch):

@@ -197,10 +197,6 @@ CONTRADICTIONS = [
         ["server-optimizer = 'fedadam'", "fedreco", "fedavg"],
     ),
     ({"source": "folder:data"}, ["source = 'folder:data'", "absolute"]),
-    (
-        {"checkpoint-every": 5, "snapshot-every": 2},
-        ["checkpoint-every = 5", "a multiple of snapshot-every = 2, or 0"],
-    ),
     ({"server": "fedadam", "server-optimizer": "fedavg"}, ["server is the old name of server-opt"]),
     ({"privacy.epsilon": 1e-300}, ["privacy.epsilon = 1e-300", "0 (no noise) or at least 1e-06"]),
     ({"privacy.epsilon": 1.0}, ["privacy.epsilon = 1.0", "below 1", "0 turns"]),
@@ -288,8 +284,6 @@ def test_keys_that_contradict_each_other_are_refused_in_one_line(keys, words):
         {"source": "npz:/tmp/a.npz"},
         {"source": "folder:~/data"},
         {"device": "cuda:1"},
-        {"checkpoint-every": 4, "snapshot-every": 2},
-        {"checkpoint-every": 0, "snapshot-every": 3},
     ],
 )
 def test_keys_that_fit_together_are_accepted(keys):

@@ -61,7 +61,6 @@ class FedReCo(Method):
 
     is_stateful: ClassVar[bool] = True
     is_personal: ClassVar[bool] = True
-    starts_alike: ClassVar[bool] = True
     has_global_model: ClassVar[bool] = False
     sends_weights: ClassVar[bool] = False
     supports_mixed_architectures: ClassVar[bool] = True

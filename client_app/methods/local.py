@@ -22,7 +22,6 @@ class LocalOnly(Method):
 
     is_stateful: ClassVar[bool] = True
     is_personal: ClassVar[bool] = True
-    starts_alike: ClassVar[bool] = True
     has_global_model: ClassVar[bool] = False
     sends_weights: ClassVar[bool] = False
     supports_server_optimizer: ClassVar[bool] = False

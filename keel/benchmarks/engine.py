@@ -276,16 +276,6 @@ def scale(options: BenchOptions) -> Iterator[Row]:
 
 
 # method, model, clients: rounds in which nothing is trained
-UNTRAINED = (
-    ("fedavg", "cnn-fedreco", 50),
-    ("fedreco", "cnn-fedreco", 50),
-    ("fedintr", "cnn-fedintr", 10),
-    ("fedintr", "resnet20", 10),
-    ("fedavg", "resnet18", 5),
-    ("moon", "resnet18", 5),
-)
-
-
 class RoundClock(RunObserver):
     """Observes a run: this process's processor seconds, and MB, at the end of each round."""
 
@@ -312,53 +302,6 @@ def history_of(keys: Keys, num_clients: int, *observers: RunObserver) -> list[Li
     with tempfile.TemporaryDirectory(prefix="keel-bench-") as folder:
         path = run_inline({**keys, "output-dir": folder}, num_clients, observers=observers)
         return list(each_line(path, []))
-
-
-def untrained_keys(method: str, model: str, num_clients: int, home: Path) -> Keys:
-    """The keys of rounds in which nothing is trained or evaluated; FedReCo still takes a gradient.
-
-    home: where the random images are stored.
-    """
-    keys: Keys = {
-        "source": random_source(home, 20 * num_clients),
-        "partition": "iid",
-        "method": method,
-        "model": model,
-        "local-epochs": 0,
-        "evaluate-every": 1000,
-        "device": "cpu",
-    }
-    if method == "fedreco":
-        keys |= {"fedreco.k-u": "0 steps", "fedreco.k-v": "0 steps"}
-        keys |= {"local-test-fraction": 0.2, "evaluate-clients": "cohort"}
-    return keys
-
-
-def untrained(options: BenchOptions) -> Iterator[Row]:
-    """Processor milliseconds of an inline round of UNTRAINED, without training or evaluation.
-
-    FedReCo, which has no global model, still takes the gradient of a batch for each client. Client
-    state and checkpoints are written in each round, or after the last (`snapshot-every`, which
-    `checkpoint-every` follows).
-    """
-    for method, model, num_clients in UNTRAINED[: 2 if options.is_quick else None]:
-        costs = []
-        for snapshot_every in (1, 1000):
-            keys = untrained_keys(method, model, num_clients, options.home) | {
-                "num-rounds": NUM_NOTED_ROUNDS + (2 if options.is_quick else 6),
-                "snapshot-every": snapshot_every,
-                "keep-state": False,
-            }
-            clock = RoundClock()
-            lines = history_of(keys, num_clients, clock)
-            if failed := [line["left_out"] for line in lines if line["left_out"]]:
-                raise RuntimeError(f"clients failed in a round: {failed[0]}")
-            costs.append(round(1000 * statistics.median(clock.rounds_s())))
-        yield {
-            "what": f"{method}, {model}, {num_clients} clients, nothing trained: CPU ms a round",
-            "written_each_round": costs[0],
-            "snapshot_every_1000": costs[1],
-        }
 
 
 def personal(options: BenchOptions) -> Iterator[Row]:

@@ -16,7 +16,6 @@ import torch
 from client_app.methods import method_of
 from client_app.precision import products
 from client_app.process_cache import ProcessCache
-from client_app.stacked import train_stacked
 from keel.benchmarks.engine import history_of
 from keel.benchmarks.frameworks import Measurement, rounds
 from keel.benchmarks.model_speed import min_seconds
@@ -113,13 +112,11 @@ def measured(run: Run, options: BenchOptions) -> tuple[float, Row]:
     }
 
 
-def clients_together(keys: Keys, num_clients: int, is_stacked: bool) -> Run:
-    """Local training of this many clients, one after the other or stacked."""
+def clients_together(keys: Keys, num_clients: int) -> Run:
+    """Local training of this many clients, one after the other."""
     config, cache = resolve_config({"partition": "iid", **keys}), ProcessCache()
     method = method_of(config)
     ctxs = [round_of(config, cache, n, num_clients) for n in range(num_clients)]
-    if is_stacked:
-        return lambda: train_stacked([method] * len(ctxs), ctxs)
     return lambda: [method.train(ctx) for ctx in ctxs]
 
 
@@ -151,13 +148,13 @@ STACKED = (  # network, method, batch size, clients
 
 
 def stacking(options: BenchOptions) -> Iterator[Measurement]:
-    """Client steps a second: one client after the other, with recorded steps, and stacked."""
+    """Client steps a second: one client after the other, and with recorded steps."""
     quick = options.is_quick
     num_batches = 1 if quick else 8  # of each client
     recorded: Keys = {"cuda-graphs": True}
 
-    def measure(keys: Keys, num_clients: int, is_stacked: bool) -> Row:
-        return measured(clients_together(keys, num_clients, is_stacked), options)[1]
+    def measure(keys: Keys, num_clients: int) -> Row:
+        return measured(clients_together(keys, num_clients), options)[1]
 
     for model, name, batch, num_clients in STACKED:
         if quick:
@@ -170,9 +167,9 @@ def stacking(options: BenchOptions) -> Iterator[Measurement]:
             "local-epochs": 1 if quick else 5,
             "device": options.device,
         }
-        for way, more in (("eager", {}), ("recorded", recorded), ("stacked", {})):
+        for way, more in (("eager", {}), ("recorded", recorded)):
             what = f"{num_clients} clients, {model}, batch {batch}: {name}, {way}"
-            yield what, partial(measure, keys | more, num_clients, way == "stacked")
+            yield what, partial(measure, keys | more, num_clients)
 
 
 def time_to_target(options: BenchOptions) -> Row:

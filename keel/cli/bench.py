@@ -16,14 +16,12 @@ PARTS = {
     "steps": ("steps", "overheads"),
     "engine": ("engine", "against_bare"),
     "scale": ("engine", "scale"),
-    "untrained": ("engine", "untrained"),
     "million": ("engine", "million"),
     "personal": ("engine", "personal"),
     "memory": ("engine", "memory"),
     "resnet50": ("steps", "resnet50_overheads"),
     "deployment": ("deployment", "round_cost"),
     "precisions": ("steps", "precisions"),
-    "stacked": ("stacked", "stacked"),
     "frameworks": ("frameworks", "frameworks"),
     "gpu": ("gpu", "gpu"),
 }
@@ -54,12 +52,11 @@ def bench(
     """Measure speed on this machine, as ratios within one run; by default the first three parts.
 
     steps: local training by method. engine: whole rounds against bare loops. scale: up to 100,000
-    clients. untrained: rounds without training. million: a million clients. personal: evaluation of
-    2,000 personal models. memory: of large models. resnet50: steps of a large model (12 minutes).
-    deployment: cost of a deployed round. precisions: a step in bf16 and fp32. stacked: clients, and
-    runs, that train as one model. frameworks: rounds in one process against a bare loop, pfl, fluke
-    and Flower's simulation, if they are installed. gpu: on a GPU; it starts no measurement after
-    8 minutes: repeat the command to continue with the rest.
+    clients. million: a million clients. personal: evaluation of 2,000 personal models. memory: of
+    large models. resnet50: steps of a large model (12 minutes). deployment: cost of a deployed
+    round. precisions: a step in bf16 and fp32. frameworks: rounds in one process against a bare
+    loop, pfl, fluke and Flower's simulation, if they are installed. gpu: on a GPU; it starts no
+    measurement after 8 minutes: repeat the command to continue with the rest.
     """
     with uninterrupted():
         from keel.benchmarks.report import BenchOptions, Row, earlier_rows, table, write

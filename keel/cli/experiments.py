@@ -27,7 +27,6 @@ app = typer.Typer(
     add_completion=False,
 )
 
-RUNS_TOGETHER = 8  # `stacked-runs` of `--stack`
 HISTORIES = Path("docs/results/histories")
 Output = Annotated[
     Path | None,
@@ -102,13 +101,6 @@ def run_command(
             help="HOST:PORT of a Ray cluster that this machine is part of. Default: $RAY_ADDRESS."
         ),
     ] = None,
-    stack: Annotated[
-        bool,
-        typer.Option(
-            "--stack",
-            help="Train runs that differ only in seed and numbers of the method as one model.",
-        ),
-    ] = False,
     pack: Annotated[
         Path | None,
         typer.Option(
@@ -136,10 +128,9 @@ def run_command(
     refuse_unknown("--grid", grid, ["full", "paper"])
     loaded = load_recipe(recipe)
     cells = selected(loaded, [name.strip() for names in only or () for name in names.split(";")])
-    together: dict[str, OptionValue] = {"stacked-runs": RUNS_TOGETHER} if stack else {}
     options = Options(
         scale=scale,
-        changes=together | parse_changes(set_ or ()),
+        changes=parse_changes(set_ or ()),
         seeds=first_seeds(loaded, seeds) or seeds_for(loaded, cells, grid == "full"),
         full_grid=grid == "full",
     )

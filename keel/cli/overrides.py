@@ -4,7 +4,6 @@ import tomllib
 from collections.abc import Mapping, Sequence
 
 from protocol.config import (
-    NUMBER_WORDS,
     RENAMED_KEYS,
     DataConfig,
     RunConfig,
@@ -63,13 +62,10 @@ def typed_value(key: str, text: str, kind: type[OptionValue]) -> OptionValue:
         raise ValueError(f"{key} = {text}: expected {type_names[kind]}, found a string")
     if kind is str:
         return text
-    if (key, text) in NUMBER_WORDS:
-        return NUMBER_WORDS[key, text]
     try:
         return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
     except (ValueError, KeyError):
-        words = "".join(f" or {word}" for name, word in NUMBER_WORDS if name == key)
-        raise ValueError(f"{key} = {text!r}: expected {type_names[kind]}{words}") from None
+        raise ValueError(f"{key} = {text!r}: expected {type_names[kind]}") from None
 
 
 def checked_config(overrides: Mapping[str, OptionValue]) -> RunConfig:

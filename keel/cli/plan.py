@@ -34,8 +34,7 @@ def plan_rows(config: RunConfig, job: Job, done: int = 0) -> list[tuple[str, str
         ("clients", clients_text(config, num_clients)),
         ("rounds", rounds_text(config, done)),
     ]
-    has_equivalent = config.train.clients_per_step <= 1  # Flower's engine refuses more
-    return [*rows, *flwr_rows(job)] if has_equivalent else rows
+    return [*rows, *flwr_rows(job)]
 
 
 def method_text(config: RunConfig) -> str:

@@ -19,8 +19,8 @@ from keel.runs import SavedRun
 from protocol.text import num_of, size_of_data
 from server_app.history import CURVES, duration
 
-# with other values, steps are already recorded, compiled or stacked
-EAGER = {"cuda-graphs": False, "compile": False, "clients-per-step": 1, "stacked-runs": 1}
+# with other values, steps are already recorded or compiled
+EAGER = {"cuda-graphs": False, "compile": False}
 RECORD = "with cuda-graphs=true, small networks train several times as fast"
 SHORT = {"global": "accuracy", "local_global": "on clients", "personal": "personal"}
 

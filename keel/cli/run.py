@@ -276,12 +276,6 @@ def prepared(
     if is_remote:
         check_connection(options.federation)
     elif not resumed:
-        num_together = config.train.clients_per_step
-        if num_together > 1 and options.engine is not Engine.inline:
-            raise ValueError(
-                f"clients-per-step = {num_together}: only --engine inline trains clients together; "
-                f"with --engine {options.engine} set it to 1"
-            )
         check_simulated(config, num_clients)
         directory = new_directory(config)
 

@@ -286,9 +286,6 @@ def lacking(
         ours, paper = (resolve_config(keys).data.source for keys in (run.keys, side.cell.keys))
         if ours != paper and ":" not in ours:  # a folder may hold the paper's data
             return f"runs on {ours}", f"runs on {paper}"
-    is_time = sides[0].cell.take.is_time
-    if is_time and any(resolve_config(run.keys).train.stacked_runs > 1 for run in runs):
-        return "seconds of runs that trained together", "runs one after the other"
     return None
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from client_app.methods import method_of
 from client_app.setup import client_indices, model_for, open_source
-from client_app.stacked import check_stackable, key_of_stack, num_stacked, without_stacking
 from keel.experiments.plan import last_round_read
 from keel.experiments.recipe import Cell, Recipe
 from keel.experiments.runs import Options, Run, run_of
@@ -13,7 +12,6 @@ from models import StagedModel
 from protocol.config import RunConfig, resolve_config
 from protocol.options import OptionValue
 from server_app.checks import keys_without_effect
-from server_app.inline import MAX_NODES
 from server_app.simulated_roster import SimulatedRoster, check_simulated_roster
 from server_app.trackers import check_trackers
 from strategies import strategy_for
@@ -86,18 +84,12 @@ def refuse_overriding(cells: Sequence[Cell], changes: Mapping[str, OptionValue])
 
 
 def check_model(config: RunConfig, num_clients: int, model: StagedModel) -> None:
-    """ValueError if the model lacks representations that the method needs, or cannot be stacked.
+    """ValueError if the model lacks representations that the method needs.
 
     Also if the run would refuse its clients before round 1, as `prepare` does.
     """
-    method, is_stacked = method_of(config), num_stacked(config) > 1
-    if is_stacked and num_clients > MAX_NODES:
-        raise ValueError(
-            f"{key_of_stack(config)} = {num_stacked(config)}: at most {MAX_NODES:,} clients train "
-            f"together, and this run has {num_clients:,}; {without_stacking(config)}"
-        )
+    method = method_of(config)
     method.check_model(model)
-    check_stackable(method, config, model)
     strategy = strategy_for(config, model)
     strategy.roster = roster = SimulatedRoster(config, open_source(config), num_clients)
     check_simulated_roster(roster, config.evaluated_clients != "none")

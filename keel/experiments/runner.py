@@ -46,7 +46,6 @@ from keel.experiments.runs import (
     run_of,
     wall_seconds,
 )
-from keel.experiments.stack import stack_of
 from keel.experiments.tasks import (
     LOG_FILE,
     KilledError,
@@ -149,7 +148,6 @@ class ActiveRun:
     run: Run
     task: Any
     bar: TaskID
-    first: str = ""  # the name of the first of the runs that train together
     num_earlier: int = 0  # attempts, unless one is resumed
     reader: HistoryReader | None = None  # of the newest attempt's history
     rounds: int = 0
@@ -224,17 +222,17 @@ def run_recipe(
         def needed() -> list[Run]:
             return list(runs_needed(recipe, cells, options, output, failed))
 
-        def start(stack: Sequence[Run]) -> None:
-            """Start a run, or several that train together."""
-            counts = [num_earlier(run) for run in stack]  # before any starts
-            for run, count, task in zip(stack, counts, tasks.submit(stack), strict=True):
-                own.add(run.name)
-                bar = progress.add_task(escape(labels[run.name]), total=run.rounds, accuracy="")
-                each = ActiveRun(run, task, bar, stack[0].name, count)
-                running.append(each)
-                num = each.new_rounds()  # of a resumed run: they took no time now
-                progress.update(bar, completed=num)
-                progress.advance(total, num - before.setdefault(run.name, num))
+        def start(run: Run) -> None:
+            """Start a run."""
+            count = num_earlier(run)  # before it starts
+            task = tasks.submit(run)
+            own.add(run.name)
+            bar = progress.add_task(escape(labels[run.name]), total=run.rounds, accuracy="")
+            each = ActiveRun(run, task, bar, count)
+            running.append(each)
+            num = each.new_rounds()  # of a resumed run: they took no time now
+            progress.update(bar, completed=num)
+            progress.advance(total, num - before.setdefault(run.name, num))
 
         def end(each: ActiveRun) -> None:
             """Take the result of a run whose task has ended, and print it."""
@@ -262,7 +260,7 @@ def run_recipe(
                 if not has_diverged:
                     failed[run.name] = reason
                 word = DIVERGED if has_diverged else "failed"
-                log = run.folder.with_name(each.first) / LOG_FILE
+                log = run.folder / LOG_FILE
                 console.print(f"[red]{word}[/] {name}: {escape(f'{reason} (log: {log})')}")
             else:  # another runner was first
                 own.discard(run.name)
@@ -291,20 +289,15 @@ def run_recipe(
                     console.print(f"{escape(labels[name])}: finished by another runner")
             excluded = {each.run.name for each in running} | failed.keys() | done.keys()
             waiting = [run for run in runs if run.name not in excluded]
-            startable = []
             for run in waiting:
-                if num_active(running) >= tasks.slots or is_executed(run):
+                if len(running) >= tasks.slots or is_executed(run):
                     continue
                 if run.name not in own and failure_of(run) not in (None, earlier[run.name]):
                     failed[run.name] = "failed in another runner"
                     name = escape(labels[run.name])
                     console.print(f"[red]failed[/] {name}: in another runner")
                     continue
-                startable.append(run)
-            while startable and num_active(running) < tasks.slots:
-                stack = stack_of(startable[0], startable)
-                startable = [run for run in startable if run not in stack]
-                start(stack)
+                start(run)
             if not running:
                 if all(run.name in failed or run.is_done() for run in waiting):
                     if needed() == runs:
@@ -315,7 +308,7 @@ def run_recipe(
                     console.print(f"waiting for {num_of('run', waiting)} of other runners")
                 time.sleep(OTHERS_POLL_S)
                 continue
-            is_full = num_active(running) == tasks.slots
+            is_full = len(running) == tasks.slots
             for each in follow(running, tasks, progress, total, is_full):
                 end(each)
     return failed
@@ -327,11 +320,6 @@ def num_earlier(run: Run) -> int:
         if "resume" in overrides_of(run):
             return 0
     return len(run.attempts())
-
-
-def num_active(running: Sequence[ActiveRun]) -> int:
-    """The slots that these runs take: one for those that train together."""
-    return len({each.first for each in running})
 
 
 def labels_of(cells: Sequence[Cell], options: Options, output: Path) -> dict[str, str]:

@@ -29,7 +29,7 @@ from server_app.summary import read_manifest, read_object
 _OLD_KEYS = {new: old for old, new in RENAMED_KEYS.items()}
 _OLD_VALUES = {(key, new): old for (key, old), new in RENAMED_VALUES.items()}
 _HAVE_OLD_VALUES = {key for key, _ in RENAMED_VALUES}
-KEPT_FILES = ("keep-state", "checkpoint-every", "snapshot-every")  # in names until 0.2.0
+KEPT_FILES = ("keep-state", "checkpoint-every")  # in names until 0.2.0
 IRRELEVANT = {
     "preset",
     "output-dir",
@@ -38,7 +38,6 @@ IRRELEVANT = {
     "run-name",
     "last-rounds",
     "tracker",
-    "tracker-clients",
     *KEPT_FILES,
 }
 RELEVANT_TO_SECONDS = {"device", "cache-mb"}  # and `threads`, on which the bits depend too

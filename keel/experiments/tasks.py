@@ -27,7 +27,6 @@ from flower_adapter.simulation import worker_variables
 from keel.cli.interrupts import interruptible
 from keel.deployment.cluster import check_address, cluster_nodes
 from keel.experiments.runs import REMEDY, Run
-from keel.experiments.stack import num_together, run_together
 from keel.runs import LOCK_FILE, is_locked
 from protocol.code import code_version
 from protocol.config import RunConfig, app_folder, resolve_config
@@ -117,8 +116,7 @@ class RayTasks:
                 import ray
 
                 deadline = time.monotonic() + GRACE_S
-                # once each: runs that train together have one
-                for task in {task.task_id(): task for task in self.pending}.values():
+                for task in self.pending:
                     ray.cancel(task)
                 # a task counts as cancelled before its worker has unwound it
                 while any(map(is_executed, self.pending.values())) and time.monotonic() < deadline:
@@ -141,19 +139,17 @@ class RayTasks:
             check_machines(self.output, self.data)
         # not Ray's retries: they are silent, and without end where the memory is too small
         self._remote = ray.remote(num_cpus=self.resources.cpus, num_gpus=gpus, max_retries=0)(
-            execute_all
+            execute
         )
 
-    def submit(self, runs: Sequence[Run]) -> list[Any]:
-        """Queue a run, or several that train together; returns the task of each."""
+    def submit(self, run: Run) -> Any:
+        """Queue a run; returns its task."""
         if self._remote is None:
             self.connect()
-        for run in runs:
-            run.folder.mkdir(parents=True, exist_ok=True)
-        made = self._remote.options(num_returns=len(runs)).remote(runs, code_version(), self.data)
-        tasks = list(made) if len(runs) > 1 else [made]
-        self.pending |= zip(tasks, runs, strict=True)
-        return tasks
+        run.folder.mkdir(parents=True, exist_ok=True)
+        task = self._remote.remote(run, code_version(), self.data)
+        self.pending[task] = run
+        return task
 
     def wait(self, seconds: float) -> list[Any]:
         """Wait for a task to end, at most so long; returns those that have.
@@ -305,46 +301,32 @@ def check_machines(output: Path, data: Sequence[tuple[RunConfig, str]]) -> None:
 # --- the worker's side ------------------------------------------------------------------------
 
 
-def execute_all(runs: Sequence[Run], code: str, data: Sequence[tuple[RunConfig, str]] = ()) -> Any:
-    """What `execute` returns; of a single run, without the list."""
-    results = execute(runs, code, data)
-    return results if len(results) > 1 else results[0]
+def execute(run: Run, code: str, data: Sequence[tuple[RunConfig, str]] = ()) -> str | None:
+    """Resume the run's newest attempt, or start one, in this process.
 
-
-def execute(
-    runs: Sequence[Run], code: str, data: Sequence[tuple[RunConfig, str]] = ()
-) -> list[str | None]:
-    """Resume each run's newest attempt, or start one, in this process; several train together.
-
-    Returns why each failed, empty if it is done, None if another runner has it. Several share the
-    first one's log. code, data: as `unfit`; this machine may have joined since `check_machines`.
+    Returns why it failed, empty if it is done, None if another runner has it. code, data: as
+    `unfit`; this machine may have joined since `check_machines`.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell had it ignored
-    read = resolve_config(runs[0].keys).data
+    read = resolve_config(run.keys).data
     own = [
         (config, digest)
         for config, digest in data
         if (config.data.source, config.data.data_dir) == (read.source, read.data_dir)
     ]
-    if reason := unfit(runs[0].folder, code, own):
-        return [f"its machine {reason}"] * len(runs)
-    with ExitStack() as stack:
-        for run in runs:
-            lock = claimed(run)
-            if lock is None:
-                return [None] * len(runs)
-            stack.enter_context(lock)
-        stack.enter_context(chdir(app_folder))
-        stack.enter_context(printing_to(runs[0].folder / LOG_FILE))
+    if reason := unfit(run.folder, code, own):
+        return f"its machine {reason}"
+    lock = claimed(run)
+    if lock is None:
+        return None
+    with lock, chdir(app_folder), printing_to(run.folder / LOG_FILE):
         from server_app.app import log_to_stdout
 
         log_to_stdout()
-        left = [run for run in runs if not run.is_done()]  # since the runner looked at them
-        for run in left:
-            run.remove_note()
-        outcomes = run_together(left) if num_together(runs[0]) > 1 else map(run_alone, left)
-        ended = dict(zip((run.name for run in left), outcomes, strict=True))
-        return [reason_of(run, ended.get(run.name)) for run in runs]
+        if run.is_done():  # since the runner looked at it
+            return ""
+        run.remove_note()
+        return reason_of(run, run_alone(run))
 
 
 def reason_of(run: Run, outcome: object) -> str:

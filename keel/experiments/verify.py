@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from client_app.handlers import train_together
 from client_app.machine import machine
 from client_app.setup import device_or_cpu
 from keel.experiments.measure import CURVES
@@ -23,7 +22,7 @@ from protocol.text import num_of, printable
 from server_app.audit import AUDIT_FILE, audit_problem
 from server_app.federation import prepare
 from server_app.history import read_history, whole_lines
-from server_app.inline import Companions, simulation
+from server_app.inline import simulation
 from server_app.manifest import newest_states, signed_files, versions
 from server_app.rounds import record_round, train_round
 from server_app.summary import read_config_file, read_manifest, read_run_config
@@ -124,16 +123,11 @@ def checks(directory: Path, rounds: int) -> Iterator[Check]:
     if not manifest["simulated"]:
         yield Check(True, "not replayed: its clients were sites with data of their own")
         return
-    together = manifest.get("stacked", {}).get("runs", [])  # itself among them
-    if len(together) > 1:
-        others = num_of("other run", len(together) - 1)
-        yield Check(True, f"it trained together with {others}: replayed alone")
     if absent:
         yield Check(True, f"{absent}: replayed on the CPU")
     try:
         name = "cpu" if absent else config.train.device
-        is_same_setup = not differing and len(together) < 2
-        yield from replay_checks(directory, manifest, rounds, is_same_setup, name)
+        yield from replay_checks(directory, manifest, rounds, not differing, name)
     except (ValueError, OSError, RuntimeError) as error:
         yield Check(False, f"the replay failed: {error}")
 
@@ -201,9 +195,7 @@ def replay_checks(
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as held:
         own = {"output-dir": scratch, "resume": "", "device": device}
         config = config_from_json(json.dumps({**saved, **own}))
-        stacked = manifest.get("stacked")
-        companions = Companions(train_together, stacked) if stacked else None
-        grid = simulation(manifest["clients"], companions=companions)
+        grid = simulation(manifest["clients"])
         run = prepare(grid, config, {**overrides, **own}, None, held)
         replay = read_manifest(run.directory.path)
         for key in ("data", "split"):

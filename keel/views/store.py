@@ -51,7 +51,6 @@ NOT_A_SETTING = {
     "data-dir",
     "resume",
     "tracker",
-    "tracker-clients",
     "tensorboard",
 }
 ANYTHING = (*DAMAGE, RecursionError)  # raised by the content of a file

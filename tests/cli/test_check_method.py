@@ -190,27 +190,6 @@ def test_a_flag_that_only_the_class_has_is_named(only_flags, monkeypatch, tmp_pa
     assert result.reason.startswith("FedProx.shared_part is 'extractor', but 'model' where")
 
 
-def test_a_personal_model_that_starts_with_the_clients_own_weights_needs_no_flag(
-    only_flags, monkeypatch, tmp_path
-):
-    def personal_model(self, ctx, state):
-        ctx.model.load_state_dict(state.get("model") or ctx.random_weights("start"))
-        return ctx.model
-
-    @dataclass(frozen=True)
-    class OwnStart(METHODS["local"]):
-        """The flag of the base class does not hold for this one."""
-
-    OwnStart.personal_model = personal_model
-    with_method(monkeypatch, "local", OwnStart)
-    [result] = check_method("local", tmp_path)
-    assert result.outcome == "pass", result.reason
-    OwnStart.starts_alike = True
-    [result] = check_method("local", tmp_path)
-    assert result.outcome == "FAIL"
-    assert result.reason.startswith("starts_alike = True, but the personal models of two")
-
-
 def test_a_personal_model_that_predict_would_not_use_is_named(only_flags, monkeypatch, tmp_path):
     @dataclass(frozen=True)
     class Mixed(METHODS["ditto"]):

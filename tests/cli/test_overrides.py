@@ -42,14 +42,6 @@ def test_values_need_no_quotes_and_take_their_defaults_type():
     }
 
 
-def test_auto_is_a_word_for_the_number_that_chooses():
-    assert parse_overrides(["clients-per-step=auto"]) == {"clients-per-step": 0}
-    for value in ("auto", 0):  # as in a recipe, or from Python
-        assert checked_config({"clients-per-step": value}).train.clients_per_step == 0
-    with pytest.raises(ValueError, match="threads = 'auto': expected a whole number"):
-        parse_overrides(["threads=auto"])
-
-
 def test_toml_quotes_work_too():
     assert parse_overrides(['method="fedcka"', "fedreco.k-u='20 steps'"]) == {
         "method": "fedcka",
@@ -73,7 +65,6 @@ MISTAKES = {
     "fedcka.muu=1": "config key = 'fedcka.muu' is unknown; did you mean fedcka.mu?",
     "num-rounds=ten": "num-rounds = 'ten': expected a whole number",
     "num-rounds=1.5": "num-rounds = '1.5': expected a whole number",
-    "clients-per-step=many": "clients-per-step = 'many': expected a whole number or auto",
     "flip=maybe": "flip = 'maybe': expected true or false",
     "partition=dirichelt": (
         "partition = 'dirichelt': expected one of iid, dirichlet, dirichlet-balanced, classes, "

@@ -44,7 +44,6 @@ def test_a_pipe_gets_nothing_of_it(monkeypatch, capsys):
         ("mps:0", {}, "device      mps:0"),
         ("cuda:0", {}, f"device      cuda:0; {RECORD}"),
         ("cuda:0", {"cuda-graphs": True}, "device      cuda:0"),
-        ("cuda:0", {"clients-per-step": 0}, "device      cuda:0"),
     ],
 )
 def test_an_inline_run_names_its_gpu_and_the_key_that_speeds_it_up(

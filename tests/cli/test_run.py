@@ -136,7 +136,6 @@ def test_a_cluster_of_the_environment_is_checked_as_one_of_the_command_line(
         (["min-samples=5000"], "min-samples = 5000 for 10 clients needs 50000 samples"),
         (["partition=classes", "classes-per-client=11"], "classes-per-client = 11: expected 1 to"),
         (["partition=shards", "shards-per-client=999"], "shards-per-client = 999 for 10 clients"),
-        (["--engine", "flower", "clients-per-step=2"], "clients-per-step = 2: only --engine inl"),
         (["--engine", "flower", "device=cuda:1"], "device = 'cuda:1': with --engine flower Ray"),
         (
             ["--engine", "flower", "--gpus-per-client", "2", "device=cuda:2"],

@@ -64,11 +64,6 @@ def test_the_printed_flwr_line_is_the_same_run(home, capsys):
     assert 'method="fedprox" fedprox.mu=1.0 model="cnn-fedreco"' in line
 
 
-def test_no_flwr_line_is_printed_that_flower_would_refuse(home, capsys):
-    assert main(["run", *SMALL, "clients-per-step=2", "--clients", "2"]) == 0
-    assert "flwr run" not in capsys.readouterr().out
-
-
 def test_keel_stop_stops_the_run_cleanly(home):
     """By the signal of Ctrl-C."""
     with long_run() as process:

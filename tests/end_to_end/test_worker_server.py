@@ -149,7 +149,7 @@ def test_a_client_out_of_gpu_memory_is_an_error_of_one_line_and_the_worker_goes_
         frames = [header(worker), MESSAGE, CONTEXT]
         [reply] = exchange(worker.path, frames, time.monotonic() + 5)
     reason = json.loads(reply)["error"]["reason"]
-    assert "CUDA out of memory: lower batch-size, cache-mb or clients-per-step" in reason
+    assert "CUDA out of memory: lower batch-size or cache-mb" in reason
     assert "\n" not in reason
     assert not worker.is_broken.is_set()
     assert_serves(worker)

@@ -1030,7 +1030,7 @@ def test_a_judged_claim_says_what_it_rests_on():
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"threads": 2, "stacked-runs": 3, "keep-state": True}, []),
+        ({"threads": 2, "keep-state": True}, []),
         ({"compile": True}, []),
         ({"cuda-graphs": True}, []),
         ({"precision": "fp32"}, []),  # the paper states none; the preset: auto
@@ -1101,7 +1101,6 @@ def test_the_seeds_that_would_decide_are_computed_from_the_spread():
         ("minutes", {}, "at 3% of"),  # half the epochs, a twentieth of the data
         ("paper", {"data-fraction": 0.01, "batch-size": 1}, "at under 1% of"),
         ("paper", {"num-rounds": 1}, "+0.00"),  # seconds a round
-        ("paper", {"stacked-runs": 8}, "no verdict on seconds of runs that trained together"),
     ],
 )
 def test_seconds_are_judged_where_a_round_has_as_much_work_as_the_papers(scale, changes, detail):
@@ -1109,11 +1108,6 @@ def test_seconds_are_judged_where_a_round_has_as_much_work_as_the_papers(scale, 
     assert claim.detail.startswith(detail)
     assert (claim.verdict == "not tested") == (detail != "+0.00")
     assert "outside the interval" not in claim.remarks  # the paper's are of another machine
-
-
-def test_accuracies_of_runs_that_trained_together_are_judged():
-    claim = first_claim("fedcka-table-2", "FedCKA above FedAvg", "paper", {"stacked-runs": 8})
-    assert claim.verdict == "reproduced"
 
 
 def test_a_claim_may_name_its_round_and_a_headline_is_one_of_the_claims():

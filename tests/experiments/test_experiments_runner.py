@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from method_fixtures import METHODS
 from rich.console import Console
 
 from keel.cli.main import main as keel
@@ -74,32 +73,12 @@ def main(*arguments: str) -> int:
         (["--scale", "week"], "--scale = 'week' is unknown"),
         (["--grid", "half"], "--grid = 'half' is unknown"),
         (["--only", "FedAvgg"], "--only 'FedAvgg'"),
-        (["--stack", "--set", "compile=true"], "stacked-runs = 8: compile = true compiles"),
-        (["--set", "clients-per-step=2", "--set", "compile=true"], "clients-per-step = 2: compile"),
-        (["--stack", "--set", "cuda-graphs=true"], "leave out --stack or cuda-graphs"),
-        (
-            [
-                *("--stack", "--set", "num-clients=1001", "--set", "min-samples=1"),
-                *("--set", "partition=iid"),
-            ],
-            "stacked-runs = 8: at most 1,000 clients train together, and this run has 1,001",
-        ),
     ],
 )
 def test_bad_words_are_refused_in_one_line(arguments, message, tmp_path, capsys):
     assert main("run", str(sweep), "--output", str(tmp_path), *arguments) == 2
     error = capsys.readouterr().err
     assert message in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_method_that_cannot_be_stacked_is_refused_before_any_run(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(METHODS["fedprox"], "train", lambda self, ctx: None)
-    assert main("run", str(sweep), "--output", str(tmp_path), "--stack") == 2
-    error = capsys.readouterr().err
-    assert "stacked-runs = 8: method = 'fedprox' overrides `train`" in error
-    assert "leave out --stack" in error
     assert error.count("\n") == 1
     assert not (tmp_path / "runs").exists()
 
@@ -861,18 +840,6 @@ def test_a_failed_run_counts_with_every_seed(seed, tmp_path):
     (run.folder / "attempt" / "summary.json").write_text(json.dumps({"status": "failed: no disk"}))
     (claim,) = claims_of(recipe, tmp_path)
     assert (claim.verdict, claim.failures) == ("inconclusive", "FedProx failed 1/3")
-
-
-def test_runs_that_train_together_take_one_slot_and_fail_by_name(tmp_path, monkeypatch):
-    """Two rows of one seed do not: their methods differ."""
-    recipe = parse_recipe(two_rows, Path("t.yaml"))
-    how = options(seeds=[0, 1, 2], changes={"stacked-runs": 8})
-    runs = list(runs_needed(recipe, recipe.cells, how, tmp_path, ()))
-    first = [run for run in runs if run.keys["method"] == runs[0].keys["method"]]
-    started, printed, failed = ran(recipe, how, tmp_path, monkeypatch, lambda run: run.name)
-    assert started[:3] == [run.name for run in first]
-    assert failed == {run.name: run.name for run in runs}
-    assert printed.count(f"(log: {first[0].folder / 'log.txt'})") == 3
 
 
 def test_a_run_that_another_runner_locked_first_is_left_to_it(tmp_path, monkeypatch):

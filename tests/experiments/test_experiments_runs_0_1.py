@@ -84,8 +84,8 @@ def test_keys_that_change_no_result_are_no_part_of_the_name():
     flat = default_config() | {"method": "fedprox"}
     same = flat | {"output-dir": "/x", "device": "cuda", "moon.mu": 3.0, "run-name": "a"}
     assert identity(flat) == identity(same)
-    assert identity(flat) == identity(flat | {"tracker": "mlflow", "tracker-clients": True})
-    kept = {"keep-state": True, "checkpoint-every": 4, "snapshot-every": 2}
+    assert identity(flat) == identity(flat | {"tracker": "mlflow"})
+    kept = {"keep-state": True, "checkpoint-every": 4}
     assert identity(flat) == identity(flat | kept)
     for key, value in (("fedprox.mu", 3.0), ("privacy.epsilon", 1.0), ("seed", 3)):
         assert identity(flat) != identity(flat | {key: value})
@@ -93,9 +93,9 @@ def test_keys_that_change_no_result_are_no_part_of_the_name():
 
 def test_a_run_whose_name_had_what_it_kept_is_found(tmp_path):
     (cell, _) = parse_recipe(RECIPE, Path("r.yaml")).cells
-    how = replace(PAPER, changes={"keep-state": True, "snapshot-every": 2, "lr": 1})
+    how = replace(PAPER, changes={"keep-state": True, "checkpoint-every": 2, "lr": 1})
     run = run_of(cell, {}, 0, how, tmp_path)
-    was = hash_of(run.identity | {"keep-state": True, "snapshot-every": 2})
+    was = hash_of(run.identity | {"keep-state": True, "checkpoint-every": 2})
     make_run_directory(
         tmp_path / "runs" / f"fedavg-digits-seed0-{was}" / "attempt",
         resolve_config(run.keys).flat,

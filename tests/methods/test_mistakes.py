@@ -249,8 +249,7 @@ def test_phases_that_yield_nothing_are_named():
         phases_of(Mine(), None)
 
 
-@pytest.mark.parametrize("num_together", [1, 2])
-def test_what_is_yielded_and_is_no_phase_is_named(num_together, run, monkeypatch):
+def test_what_is_yielded_and_is_no_phase_is_named(run, monkeypatch):
     """The reason was: 'NoneType' object has no attribute 'parameters'."""
 
     def phases(self, ctx):
@@ -258,7 +257,7 @@ def test_what_is_yielded_and_is_no_phase_is_named(num_together, run, monkeypatch
 
     monkeypatch.setattr(FedAvg, "phases", phases)
     with pytest.raises(RuntimeError, match=r"phases yielded NoneType: expected a Phase, such as"):
-        run(SMALL | QUICK | {"clients-per-step": num_together})
+        run(SMALL | QUICK)
 
 
 @pytest.mark.parametrize("found", [None, "conv1", 3, ["conv9"]])
