@@ -9,8 +9,7 @@ import os
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from client_app.worker_client import send_to_worker
-from client_app.worker_socket import worker_variable
+from client_app.worker_client import send_to_worker, worker_variable
 from flower_adapter.simulation_patches import replace_backend
 
 app = ClientApp()

@@ -11,7 +11,7 @@ import numpy as np
 
 from client_app.setup import client_indices, open_source
 from client_app.state import StateFolder, max_rounds_ahead, state_file
-from client_app.worker_socket import worker_variable
+from client_app.worker_client import worker_variable
 from data.sources import ImageSplit, Source
 from protocol.config import RunConfig, keel_home, refuse_unknown
 from protocol.messages import DatasetSpec, RoundRequest

@@ -33,7 +33,7 @@ from client_app.evaluation import predictions
 from client_app.methods.fedcr import FedCR
 from client_app.precision import forward_in, products
 from client_app.setup import model_for, open_source, placed
-from client_app.worker_socket import worker_status, worker_variable
+from client_app.worker_client import worker_status, worker_variable
 from flower_adapter import GPU_LOST
 from protocol.config import resolve_config
 from server_app.inline import run_inline
@@ -525,26 +525,14 @@ def takes(share):
         return False
     return True
 
-class Allocates:
-    code = "0"
-
-    def __init__(self, path):
-        pass
-
-    def serve(self):
-        print([takes(0.01), takes(0.03)])
-
-worker_server.WorkerProcess = Allocates
-sys.exit(worker_server.main())
+print(worker_server.warm_device(0.02), [takes(0.01), takes(0.03)])
 """
 
 
 @on_cuda
 def test_the_share_of_a_worker_is_a_limit(tmp_path):
-    socket = {worker_variable: str(tmp_path / "s"), "KEEL_GPU_SHARE": "0.02", "KEEL_DEVICE": "cuda"}
-    code, out, err = python(tmp_path, "-c", SHARED, **socket)
-    assert (code, out.strip()) == (0, "[True, False]"), err
-    assert "device cuda, at most 2% of its memory" in err
+    code, out, err = python(tmp_path, "-c", SHARED, KEEL_DEVICE="cuda")
+    assert (code, out.strip()) == (0, "cuda, at most 2% of its memory [True, False]"), err
 
 
 LOST = """

@@ -57,7 +57,7 @@ def client(
     The code runs in Keel's containers if there are any, else on this machine. --source and --worker
     apply only to a machine without containers: containers define their own.
     """
-    from client_app.worker_socket import default_socket
+    from client_app.worker_client import default_socket
     from keel.deployment.checks_containers import check_containers
     from keel.deployment.checks_host import check_client
     from keel.deployment.checks_runtime import check_runtime

@@ -13,7 +13,7 @@ from tempfile import gettempdir
 import numpy as np
 from packaging.requirements import Requirement
 
-from client_app.worker_socket import worker_status
+from client_app.worker_client import worker_status
 from keel.deployment.findings import Finding, check, fine, problem, skipped
 from keel.deployment.superlink import PROGRAMS
 from keel.runs import runs_directory

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from client_app.worker_socket import worker_status, worker_variable
+from client_app.worker_client import worker_status, worker_variable
 from keel.deployment.credentials import make_credentials
 from keel.deployment.simulation import locked
 from keel.deployment.superlink import SuperLinkClient, captured, environment, free_ports, run_config

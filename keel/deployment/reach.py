@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from client_app.worker_socket import worker_status
+from client_app.worker_client import worker_status
 
 timeout_s = 5.0
 

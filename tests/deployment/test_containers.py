@@ -317,7 +317,7 @@ def test_the_code_of_a_run_cannot_take_the_socket_away_nor_fill_the_disk(local):
 
 def test_a_killed_worker_is_restarted_and_answers_again(local, docker):
     compose, _ = local
-    ask = "from client_app.worker_socket import worker_status as ask\n"
+    ask = "from client_app.worker_client import worker_status as ask\n"
     ask += "print(pid := ask('/run/keel/worker.sock', 90)['pid'])\n"
     with contextlib.suppress(AssertionError):  # the container ends
         compose.within("worker-2", ask + "import os; os.kill(pid, 9)")

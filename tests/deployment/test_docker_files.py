@@ -146,7 +146,7 @@ def test_a_supernode_talks_to_the_server_of_its_authority_with_its_key(name, ser
 def test_what_the_worker_reads_from_its_environment_reaches_it():
     source = (app_folder / "client_app" / "worker_server.py").read_text()
     read = {*re.findall(r'environ.get\("(KEEL_\w+)"\)', source)}
-    assert read >= {"KEEL_DEVICE", "KEEL_GPU_SHARE", "KEEL_KEEP_DAYS"}
+    assert read >= {"KEEL_DEVICE", "KEEL_GPU_SHARE"}
     environment = files["client"]["services"]["worker"]["environment"]
     for name in read:
         assert environment[name].startswith(f"${{{name}:-")

@@ -12,7 +12,7 @@ import click
 import pytest
 
 import flower_adapter
-from client_app import node_config, worker_server
+from client_app import node_config
 from flower_adapter import reply_bounds, superlink
 from keel.cli import main as command_line
 from keel.deployment import credentials
@@ -154,8 +154,6 @@ bounds = {
         ("| roster entry | 2^{} characters", log2(messages.MAX_ROSTER_CHARACTERS)),
         ("device {} characters each", messages.MAX_TEXT),
         ("lists {} entries", messages.MAX_COUNTS),
-        ("a request must be complete within {} seconds", worker_server.io_limit_s),
-        ("({} GiB for all connections together)", worker_server.max_held_bytes / 2**30),
         ("g is at most sigma / 2^{}", log2(privacy.STEPS_PER_DEVIATION)),
         ("at most clip-norm / (2^{} sqrt(entries))", log2(privacy.STEPS_PER_ENTRY)),
         ("within 2^{} of the exact distribution", log2(discrete_gaussian.SAMPLER_DISTANCE)),

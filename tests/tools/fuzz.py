@@ -1,4 +1,4 @@
-"""Mutates replies, socket frames and state files, and counts what is not handled as promised.
+"""Mutates replies and state files, and counts what is not handled as promised.
 
     python -m tests.tools.fuzz --inputs 1000000 --seed 0
 
@@ -17,11 +17,9 @@ import math
 import os
 import random
 import shutil
-import socket
 import struct
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections import Counter
@@ -34,17 +32,13 @@ from flwr.app import (
     Array,
     ArrayRecord,
     ConfigRecord,
-    Context,
     Message,
     MessageType,
-    MetricRecord,
     RecordDict,
 )
 
-import client_app.worker_server as worker_server
 from client_app.site_privacy import Ledger
 from client_app.state import StateFolder
-from client_app.worker_socket import receive_frame
 from flower_adapter import assign_source_node, begin_task, from_bytes, to_bytes
 from keel.tables import markdown
 from protocol.config import config_from_json, default_config
@@ -247,66 +241,6 @@ def read_or_refuse(read: Callable[[], Any], is_ours: bool = False) -> Any:
         return None
 
 
-# --- frames ---------------------------------------------------------------------------------------
-
-
-class FuzzedWorker(worker_server.WorkerProcess):
-    """A worker without a socket of its own, whose messages all have one answer."""
-
-    def __init__(self) -> None:
-        self.code, self.answering, self.trained = worker_server.code_digest(), set(), {}
-        self.is_free, self.is_broken = threading.Condition(), threading.Event()
-        self.limits = worker_server.TimeLimits()
-        self.requests = worker_server.queue.Queue(worker_server.max_waiting)
-        self.receiving, self.held = {}, {}
-        threading.Thread(target=self.serve, daemon=True).start()
-
-    def _accept(self) -> None:
-        """Nothing: connections are handed to `_talk`."""
-
-
-def frames_of(code: str) -> bytes:
-    """A valid request."""
-    header = json.dumps({"kind": "message", "code": code, "limit_s": 20.0}).encode()
-    content = reply_of()
-    content["round"] = ConfigRecord({"run-dir": "run", "round": 1})
-    content["client"] = ConfigRecord({"counted-round": 0})
-    message = to_bytes(Message(content, 1, MessageType.TRAIN))
-    context = to_bytes(Context(1, 1, {"partition-id": 0}, RecordDict(), {}))
-    return b"".join(struct.pack(">Q", len(f)) + f for f in (header, message, context))
-
-
-def frames_check() -> Check:
-    """Sends the bytes to a worker; it drops them or answers with a header."""
-    answer = reply_of()
-    answer["metrics"] = MetricRecord({"num-examples": 7, "num-steps": 1, "seconds": 1.0})
-    worker_server.answer = lambda message, context: answer
-    worker_server.is_closed = lambda peer: False  # half of it is, so that no input is waited for
-    worker = FuzzedWorker()
-
-    def check(content: bytes) -> bool:
-        ours, theirs = socket.socketpair()
-        with ours:
-            sender = threading.Thread(target=lambda: send_all(ours, content))
-            sender.start()
-            worker._talk(theirs)
-            sender.join()
-            try:
-                header = json.loads(receive_frame(ours, time.monotonic() + max_seconds, 2**16))
-            except ConnectionError:
-                return False
-            return "error" not in header
-
-    return check
-
-
-def send_all(peer: socket.socket, content: bytes) -> None:
-    """Send what the other side takes, and close."""
-    with contextlib.suppress(OSError):
-        peer.sendall(content)
-        peer.shutdown(socket.SHUT_WR)
-
-
 # --- state files ----------------------------------------------------------------------------------
 
 
@@ -407,7 +341,7 @@ def files(folder: Path) -> Iterator[dict[str, tuple[bytes, Callable[..., bytes],
 # --- the runs -------------------------------------------------------------------------------------
 
 kinds = (
-    *("reply", "reply's arrays", "roster entry", "frames", "history", "releases", "roster"),
+    *("reply", "reply's arrays", "roster entry", "history", "releases", "roster"),
     *("config", "summary", "manifest", "audit log", "site ledger", "model", "checkpoint"),
     "client state",
 )
@@ -424,7 +358,6 @@ def targets(folder: Path) -> Iterator[dict[str, tuple[bytes, Callable[..., bytes
         "reply": (to_bytes(reply_of()), mutate_bytes, reply_envelope),
         "reply's arrays": (packed, mutate_tensors, reply_arrays),
         "roster entry": (entry, mutate_text, roster_text),
-        "frames": (frames_of(worker_server.code_digest()), mutate_bytes, frames_check()),
     }
     try:
         with files(folder) as of_files:
