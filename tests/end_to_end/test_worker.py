@@ -1,4 +1,4 @@
-"""The resident worker: the same bits as in process, always an answer, and no harm from its peers."""
+"""The resident worker: the same bits as in process, always an answer, no harm from its peers."""
 
 import os
 import signal
