@@ -118,8 +118,9 @@ def send_to_worker(path: str, message: Message, context: Context) -> RecordDict 
             log.warning("the worker at %s died on a message", path)
     except TimeoutError as late:
         reason = str(late)
-    except grpc.RpcError as error:  # refused, or another program listens there
-        reason = in_one_line(f"the worker at {path}: {error.details()}")
+    except grpc.RpcError as error:  # it is refused, or another program listens there
+        is_refused = error.code() is grpc.StatusCode.FAILED_PRECONDITION
+        reason = in_one_line(error.details() if is_refused else f"the worker at {path}: {error}")
     node = context.node_config
     client = node.get("name", f"of partition {node.get('partition-id')}")
     log.error("%s: client %s: %s", run_and_round(message), client, reason)
