@@ -254,11 +254,15 @@ def inflate_or_fail(object_id: str, object_contents: dict[str, bytes], **options
         return make_message(metadata=metadata_from_proto(about), error=Error(CLIENT_FAILED, reason))
 
 
-def bound_reply_bytes(grid: object, max_bytes: int) -> None:
+def is_too_large(reply: Message) -> bool:
+    """Whether a reply had more bytes than `bound_pulls` allows."""
+    return reply.has_error() and TOO_LARGE in (reply.error.reason or "")
+
+
+def bound_pulls(grid: object, max_bytes: int) -> None:
     """Let a deployment's grid refuse damaged replies, and while they arrive, those with more bytes.
 
-    A larger reply is an error whose reason contains TOO_LARGE. Of several bounds the largest holds,
-    as replies to different messages may come at once. Does nothing in simulation.
+    Of several bounds the largest holds, as clients may be queried while others train.
     """
     module = sys.modules[type(grid).__module__]
     if is_in_process_grid(grid) or "pull_objects" not in vars(module):

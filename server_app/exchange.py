@@ -30,8 +30,8 @@ from flower_adapter import (
     UNDELIVERED,
     NotPushedError,
     assign_source_node,
+    bound_pulls,
     bound_reply,
-    bound_reply_bytes,
     ends_run,
     has_own_clients,
     is_in_process_grid,
@@ -122,7 +122,7 @@ class Exchange:
         """
         deadline, reconnect_until = time.monotonic() + timeout_s, 0.0
         reconnects = 0
-        bound_reply_bytes(self.grid, max_bytes)
+        bound_pulls(self.grid, max_bytes)
         self.drain()
         asked = {message.metadata.dst_node_id: message for message in messages}
         for message in asked.values():

@@ -211,8 +211,8 @@ def test_a_reply_beyond_its_bound_is_refused_while_it_arrives(http_grid):
     """By name, and with no more than one object of it too many in memory."""
     grid, objects, pulled = http_grid
     objects |= {f"part-{i}": bytes(1000) for i in range(50)}
-    flower_adapter.bound_reply_bytes(grid, 5000)
-    flower_adapter.bound_reply_bytes(grid, 10_000)  # of the next round
+    flower_adapter.bound_pulls(grid, 5000)
+    flower_adapter.bound_pulls(grid, 10_000)  # of the next round
     [reply] = grid.pull_messages(["asked"])
     assert f"{flower_adapter.TOO_LARGE} 10000 bytes" in reply.error.reason
     assert reply.error.code in flower_adapter.UNDELIVERED
@@ -228,7 +228,7 @@ def test_a_damaged_reply_is_an_error_and_costs_no_other_of_its_request(http_grid
     reply = Message(RecordDict({"a": ConfigRecord({"b": 1})}), reply_to=asked)
     objects |= {name: item.deflate() for name, item in get_all_nested_objects(reply).items()}
     objects["reply"] = objects.pop(reply.object_id)
-    flower_adapter.bound_reply_bytes(grid, 10_000)
+    flower_adapter.bound_pulls(grid, 10_000)
     [whole] = grid.pull_messages(["asked"])
     assert whole.content == reply.content
     del objects[reply.content["a"].object_id]

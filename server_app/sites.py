@@ -1,0 +1,405 @@
+"""The sites of a deployment: who is connected as which node, and the way to ask them.
+
+Flower's own `send_and_receive` polls every 3 seconds, gives up on a restarted SuperNode, and loses
+track of who was asked when the SuperLink replies in a client's place.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ConfigRecord, Error, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from data.sources import Source
+from flower_adapter import (
+    CRASHED,
+    NO_REPLY,
+    NODE_UNAVAILABLE,
+    SUPERLINK_NODE,
+    NotPushedError,
+    assign_source_node,
+    bound_pulls,
+    is_too_large,
+)
+from protocol.config import RunConfig
+from protocol.messages import RosterEntry, error_reason, read_roster
+from protocol.text import in_one_line, num_of, shortened
+from server_app.identity import REGISTRY_VARIABLE, identity_problem, registered_names
+from server_app.roster import ROSTER_FILE, check_partitions, check_roster, save_roster
+from strategies.validation import RECORD_BYTES
+
+log = logging.getLogger("keel.server")
+POLL_S, MAX_POLL_S, POLL_GROWTH = 0.1, 0.5, 1.2
+SILENCE_S = 5.0  # the SuperLink was away if it took longer to answer
+START_S = 600.0  # for the clients of a new run to connect
+RETURN_S = 30.0  # for a client that went away during a round to return
+GATHER_S = 90.0  # for the clients of a resumed run to return; Flower readmits a node after 60
+LOOK_EVERY_S = 1.0  # between two looks for clients
+QUERY_S = 30.0  # for a node that connects during the run to describe itself
+RETRY_S, RETRY_SILENT_S = 60.0, 600.0  # until a node that was refused, or silent, is queried again
+NOT_CONNECTED = "its SuperNode is not connected"
+
+
+@dataclass
+class Exchange:
+    """Messages under way: whose replies are awaited, and what is to be sent again, once.
+
+    messages: by the node that is asked. connected: of these nodes, those whose client is connected,
+    with its current node. name: the client behind a node, for the log.
+    waiting: message id to the node asked. again: nodes asked whose message is sent again once their
+    client is connected, with the time at which it is given up and the reason.
+    """
+
+    grid: Grid
+    what: str
+    messages: Mapping[int, Message]
+    on_reply: Callable[[Message], None]
+    connected: Callable[[list[int]], Mapping[int, int]]
+    name: Callable[[int], str]
+    before_resend: Callable[[int], None] = lambda node: None
+    waiting: dict[str, int] = field(default_factory=dict)
+    again: dict[int, tuple[float, str]] = field(default_factory=dict)
+    resent: set[int] = field(default_factory=set)
+    looked_at: float = -math.inf
+
+    def run(self, timeout_s: float, key: str) -> set[int]:
+        """Ask, and wait for the replies; returns the nodes that gave none in time.
+
+        The time in which the SuperLink is away does not count. key: the name of the limit.
+        """
+        self.push(self.messages)
+        deadline, poll_s = time.monotonic() + timeout_s, POLL_S
+        while (self.waiting or self.again) and time.monotonic() < deadline:
+            started = time.monotonic()
+            replies = list(self.grid.pull_messages([*self.waiting])) if self.waiting else []
+            if (taken_s := time.monotonic() - started) > SILENCE_S:
+                deadline += taken_s
+            for reply in replies:
+                self.take(reply)
+            self.look()
+            poll_s = POLL_S if replies else min(poll_s * POLL_GROWTH, MAX_POLL_S)
+            if self.waiting or self.again:
+                time.sleep(max(0.0, min(poll_s, deadline - time.monotonic())))
+        silent = set(self.waiting.values())
+        for node in silent:
+            self.fail(node, f"no answer within {key} = {num_of('second', timeout_s)}")
+        for node, (_, reason) in self.again.items():
+            self.fail(node, reason)
+        return silent
+
+    def push(self, messages: Mapping[int, Message]) -> None:
+        """Send messages, by the node that was asked first."""
+        try:
+            sent = set(self.grid.push_messages(list(messages.values()))) if messages else set()
+        except NotPushedError as error:  # the SuperLink was away for too long meanwhile
+            log.warning("%s: messages were not sent: %s", self.what, error)
+            sent = set()
+        for node, message in messages.items():
+            if message.metadata.message_id in sent:
+                self.waiting[message.metadata.message_id] = node
+            else:
+                self.send_again(node, NOT_CONNECTED)
+
+    def take(self, reply: Message) -> None:
+        """Hand on a reply, or note that its message is to be sent again."""
+        node = self.waiting.pop(reply.metadata.reply_to_message_id, None)
+        if node is None:
+            return
+        code = reply.error.code if reply.has_error() else None
+        if is_too_large(reply):
+            self.fail(node, "the reply has more bytes than its bound")
+        elif code == NODE_UNAVAILABLE and reply.metadata.src_node_id == SUPERLINK_NODE:
+            self.send_again(node, NOT_CONNECTED)
+        elif code in CRASHED and node not in self.resent:
+            self.send_again(node, error_reason(reply.error))
+        else:
+            self.settle(node, reply)
+
+    def send_again(self, node: int, reason: str) -> None:
+        """Let `look` send a message again; one that was is given up."""
+        if node in self.resent:
+            self.fail(node, reason)
+            return
+        log.warning("%s: client %s: %s", self.what, self.name(node), reason)
+        self.again[node] = time.monotonic() + RETURN_S, reason
+
+    def look(self) -> None:
+        """Send messages again to clients that are connected; give up those that stay away.
+
+        While other clients are awaited, none is given up.
+        """
+        if not self.again or time.monotonic() < self.looked_at + LOOK_EVERY_S:
+            return
+        self.looked_at = time.monotonic()
+        to_send: dict[int, Message] = {}
+        for node, current in self.connected(list(self.again)).items():
+            del self.again[node]
+            self.resent.add(node)
+            self.before_resend(node)
+            log.info("%s: client %s is asked again", self.what, self.name(node))
+            asked = self.messages[node]
+            message_type = asked.metadata.message_type
+            to_send[node] = Message(asked.content, dst_node_id=current, message_type=message_type)
+        self.push(to_send)
+        for node, (until, reason) in list(self.again.items()):
+            if time.monotonic() > until and not self.waiting:
+                del self.again[node]
+                self.fail(node, reason)
+
+    def fail(self, node: int, reason: str) -> None:
+        """Give an error in place of a reply."""
+        self.settle(node, Message(Error(NO_REPLY, reason), reply_to=self.messages[node]))
+
+    def settle(self, node: int, reply: Message) -> None:
+        """Hand on the reply of the node that was asked, whoever gave it."""
+        assign_source_node(reply, node)
+        self.on_reply(reply)
+
+
+class Sites:
+    """The clients of a deployment (a `Pool`). `gather` first, then `record_in`.
+
+    roster: of the run's clients, from round 1 on always the same ones; a client's node may change.
+    missing: the clients that were not connected when last looked.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        config: RunConfig,
+        query: ConfigRecord,
+        source: Source,
+        saved: Mapping[int, RosterEntry] | None = None,
+    ) -> None:
+        """query: a roster request. saved: the roster of the run that is resumed."""
+        self.grid, self.config, self.query, self.source = grid, config, query, source
+        self.roster: dict[int, RosterEntry] = dict(saved or {})
+        self.clients = {
+            node: entry.client for node, entry in self.roster.items()
+        }  # former nodes too
+        self.refused: dict[int, float] = {}  # node: when it is queried again
+        self.missing: set[str] = set()
+        self.late: dict[str, str] = {}  # message id: description
+        self.path: Path | None = None
+        self.note: Callable[..., Any] = lambda event, **fields: None
+        self.names = registered_names()
+        if self.names is None:
+            log.warning(
+                "clients' names are not verified: without $%s, they are not bound to keys",
+                REGISTRY_VARIABLE,
+            )
+
+    def record_in(self, path: Path, note: Callable[..., Any]) -> None:
+        """From now on, keep `roster.json` in the run directory up to date, and note who joins.
+
+        note: of the audit log; is also told who is refused.
+        """
+        self.path, self.note = path, note
+        for node, entry in sorted(self.roster.items(), key=lambda pair: pair[1].client):
+            if entry.client not in self.missing:
+                note("joined", client=entry.client, node=node)
+        save_roster(path / ROSTER_FILE, self.roster)
+
+    def ask(
+        self,
+        messages: Sequence[Message],
+        what: str,
+        on_reply: Callable[[Message], None],
+        *,
+        max_bytes: int,
+        before_resend: Callable[[int], None],
+    ) -> set[int]:
+        """Implements `Pool.ask`.
+
+        A message is sent again, once, to a client that went away and has returned (within 30
+        seconds, or later if others are still awaited), whose reply was lost, or whose ClientApp
+        crashed.
+        """
+        bound_pulls(self.grid, max_bytes)
+        asked = {message.metadata.dst_node_id: message for message in messages}
+        exchange = Exchange(
+            self.grid,
+            what,
+            asked,
+            on_reply,
+            self.connected,
+            self.clients.__getitem__,
+            before_resend,
+        )
+        silent = exchange.run(self.config.rounds.round_timeout, "round-timeout")
+        for message_id, node in exchange.waiting.items():
+            self.late[message_id] = f"client {self.clients[node]}'s reply to {what}"
+        return silent
+
+    def take_late(self) -> list[str]:
+        """Implements `Pool.take_late`."""
+        texts = []
+        for reply in self.grid.pull_messages([*self.late]) if self.late else ():
+            text = self.late.pop(reply.metadata.reply_to_message_id, "")
+            if text and not reply.has_error():
+                log.warning("%s came too late and is not used", text)
+                texts.append(text)
+        return texts
+
+    def gather(self) -> None:
+        """Wait for the clients: those of a new run, or those of a resumed one that are there.
+
+        ValueError or TimeoutError, one line, naming the client that is missing, cannot take part,
+        or does not fit with the others or the run's source.
+        """
+        if self.roster:
+            self.gather_again()
+            return
+        deadline, said = time.monotonic() + START_S, ""
+        entries: dict[int, RosterEntry] = {}
+        while True:
+            nodes = set(self.grid.get_node_ids())
+            entries = {node: entry for node, entry in entries.items() if node in nodes}
+            for node, answer in self.describe(nodes - entries.keys(), START_S).items():
+                if isinstance(answer, str):
+                    raise ValueError(f"client {self.name_of(node)} cannot take part: {answer}")
+                entries[node] = answer
+            check_partitions(entries.values())
+            partitions = max((entry.num_partitions for entry in entries.values()), default=1)
+            expected = max(1, partitions, self.config.rounds.num_clients)
+            if len(entries) >= expected:
+                break
+            text = f"{len(entries)} of {expected} connected"
+            if away := sorted(c for node, c in (self.names or {}).items() if node not in entries):
+                text += f"; not connected, or silent: {shortened(away)}"
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the clients are not there after {START_S:.0f} seconds: {text}")
+            if text != said:
+                said = text
+                log.info("waiting for clients: %s", text)
+            time.sleep(POLL_S)
+        check_roster(self.config, entries, self.source)
+        self.roster.update(entries)
+        self.clients = {node: entry.client for node, entry in entries.items()}
+
+    def gather_again(self) -> None:
+        """Wait up to 90 seconds for the clients of a resumed run; others may return later.
+
+        TimeoutError if too few for a round are connected.
+        """
+        deadline = time.monotonic() + GATHER_S
+        while True:
+            self.absent()
+            if not self.missing or time.monotonic() > deadline:
+                break
+            time.sleep(LOOK_EVERY_S)
+        fewest = self.config.rounds.fewest_replies
+        missing = shortened(sorted(self.missing))
+        if (num_connected := len(self.roster) - len(self.missing)) < fewest:
+            raise TimeoutError(
+                f"a round needs {num_of('client', fewest)}, {num_connected} of this run's are "
+                f"connected; missing: {missing}"
+            )
+        if self.missing:
+            log.warning("the run continues without %s until they return", missing)
+
+    def absent(self) -> set[str]:
+        """Implements `Pool.absent`: the clients that are missing for the second time in a row.
+
+        One that has just disconnected may soon return; its message is then sent again.
+        """
+        before, online = self.missing, self.refresh()
+        self.missing = {entry.client for node, entry in self.roster.items() if node not in online}
+        for client in sorted(before - self.missing):
+            log.info("client %s is connected again", client)
+        return self.missing & before
+
+    def connected(self, nodes: Iterable[int]) -> dict[int, int]:
+        """Of nodes that clients have, or had, those whose client is connected: its current node."""
+        online = self.refresh()
+        node_of = {entry.client: node for node, entry in self.roster.items()}
+        found = {node: node_of[self.clients[node]] for node in nodes}
+        return {node: current for node, current in found.items() if current in online}
+
+    def refresh(self) -> set[int]:
+        """The connected nodes, once new ones have taken the places of their clients' old ones."""
+        online, now = set(self.grid.get_node_ids()), time.monotonic()
+        unknown = online - self.roster.keys()
+        if unknown := {node for node in unknown if self.refused.get(node, now) <= now}:
+            self.names = registered_names()  # keys may have been registered since
+            answers = self.describe(unknown, min(QUERY_S, self.config.rounds.round_timeout))
+            for node in sorted(unknown):
+                answer = answers.get(node)
+                if isinstance(answer, RosterEntry):
+                    self.admit(node, answer, online)
+                elif answer is None:
+                    self.refuse(node, "no answer", RETRY_SILENT_S)
+                else:
+                    self.refuse(node, answer, RETRY_S)
+        return online
+
+    def describe(self, nodes: Iterable[int], timeout_s: float) -> dict[int, RosterEntry | str]:
+        """The entries of nodes, or why they cannot take part; without those that do not answer."""
+        found: dict[int, RosterEntry | str] = {}
+
+        def note(reply: Message) -> None:
+            node = reply.metadata.src_node_id
+            if reply.has_error():
+                if reply.error.code != NO_REPLY:
+                    found[node] = error_reason(reply.error)
+                return
+            try:
+                entry = read_roster(reply)
+            except Exception as error:  # a client's bytes may raise any exception
+                found[node] = in_one_line(error)
+                return
+            found[node] = identity_problem(node, entry.client, self.names) or entry
+
+        content = RecordDict({"round": self.query})
+        asked = {
+            node: Message(content=content, dst_node_id=node, message_type=MessageType.QUERY)
+            for node in sorted(nodes)
+        }
+
+        def online(nodes: list[int]) -> dict[int, int]:
+            return {node: node for node in set(nodes).intersection(self.grid.get_node_ids())}
+
+        bound_pulls(self.grid, 4 * RECORD_BYTES)
+        Exchange(self.grid, "roster", asked, note, online, self.name_of).run(timeout_s, "the limit")
+        return found
+
+    def name_of(self, node: int) -> str:
+        """The registered name of a node's client; its number if there is none."""
+        return (self.names or {}).get(node, f"on node {node}")
+
+    def refuse(self, node: int, reason: str, wait_s: float) -> None:
+        """Log that a node does not take part, and do not query it for `wait_s`."""
+        reason = in_one_line(reason)
+        log.warning("node %d is new and does not take part: %s", node, reason)
+        self.note("refused", node=node, reason=reason)
+        self.refused[node] = time.monotonic() + wait_s
+
+    def admit(self, node: int, entry: RosterEntry, online: set[int]) -> None:
+        """Let the client of a new node continue there, if its former node is gone and it fits."""
+        old = next((n for n, e in self.roster.items() if e.client == entry.client), None)
+        if old is None:
+            self.refuse(node, f"client {entry.client} came after round 1", math.inf)
+            return
+        if old in online:
+            self.refuse(node, f"client {entry.client} is connected as node {old}", RETRY_S)
+            return
+        entries = {n: e for n, e in self.roster.items() if n != old} | {node: entry}
+        try:
+            check_roster(self.config, entries, self.source)
+        except ValueError as error:
+            self.refuse(node, str(error), RETRY_S)
+            return
+        before = self.roster.pop(old)
+        if (entry.label_counts, entry.num_train) != (before.label_counts, before.num_train):
+            log.warning("client %s: its training samples have changed", entry.client)
+        self.roster[node] = entry
+        self.clients[node] = entry.client
+        log.info("client %s is connected again, as node %d", entry.client, node)
+        self.note("joined", client=entry.client, node=node)
+        if self.path:
+            save_roster(self.path / ROSTER_FILE, self.roster)
