@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -319,7 +318,7 @@ def test_a_resumed_run_continues_with_the_sites_that_are_connected(monkeypatch, 
 
 def test_a_resumed_run_refuses_with_too_few_sites(monkeypatch):
     made = sites_of(monkeypatch, Fleet({1: THREE[1]}), THREE, min_replies=2)
-    with pytest.raises(TimeoutError, match="b and c|b, c"):
+    with pytest.raises(TimeoutError, match=r"\bb\b"):
         made.gather()
 
 
