@@ -27,7 +27,7 @@ from protocol.files import (
     remove_parts,
     write_atomically,
 )
-from protocol.messages import UNREADABLE, Arrays, with_current_names
+from protocol.messages import UNREADABLE, Arrays
 from protocol.packing import packed_pieces
 
 log = logging.getLogger("keel.client")
@@ -273,7 +273,7 @@ def _read(path: Path) -> Groups | None:
     if digest(content) not in path.name:
         return None
     try:
-        groups = _grouped(with_current_names(load(content)))
+        groups = _grouped(load(content))
     except UNREADABLE:  # damaged before it was written
         return None
     about = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])

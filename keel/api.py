@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from keel.runs import SavedRun, find_run
 from protocol.code import is_installed
-from protocol.config import RENAMED_KEYS, default_config, keel_version
+from protocol.config import default_config, keel_version
 from protocol.options import OptionValue
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def run(
     overrides = dict(config or {})
     if odd := [key for key in overrides if not isinstance(key, str)]:
         raise ValueError(f"config key = {odd[0]!r}: expected a string, such as 'method'")
-    known = default_config().keys() | RENAMED_KEYS
+    known = default_config().keys()
     for name, value in keys.items():
         key = name.replace("_", "-")
         key = key if key in known else name  # as it was written, for the error

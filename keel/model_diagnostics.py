@@ -14,7 +14,7 @@ from client_app.setup import build_network, device_or_cpu, open_source, placed
 from client_app.state import version_name
 from models import StagedModel
 from protocol.files import digest, write_atomically
-from protocol.messages import Arrays, mismatch, with_current_names
+from protocol.messages import Arrays, mismatch
 from protocol.text import in_one_line, shortened
 from server_app.diagnostics.comparison import Comparison, chosen_diagnostics, probe_of
 from server_app.diagnostics.plots import plot_models
@@ -136,7 +136,7 @@ def saved_model(run_dir: Path, model: str) -> tuple[str, Arrays]:
         raise ValueError(f"{path} is damaged: its content does not have the digest in its name")
     check_opens(path)
     try:
-        arrays = with_current_names(load_file(path))
+        arrays = load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged, or not a safetensors file: {error}") from error
     # checkpoints and client states hold other arrays too

@@ -47,40 +47,6 @@ T = TypeVar("T")
 log = logging.getLogger("keel.config")
 MIN_ROBUST_REPLIES = 3  # of two, neither is an outlier
 
-# Names of keys and values before 0.2: accepted until 0.3, with a warning. `flwr run` refuses a key
-# that is not in pyproject.toml, so the old keys are listed there too.
-RENAMED_KEYS = {
-    "server": "server-optimizer",
-    "rest-after": "backoff-after",
-    "rest-rounds": "backoff-rounds",
-    "fedrep.body-epochs": "fedrep.extractor-epochs",
-    "fedpac.body-epochs": "fedpac.extractor-epochs",
-}
-RENAMED_VALUES = {
-    ("evaluate-clients", "participants"): "cohort",
-    ("fedbabu.part", "body"): "extractor",
-}
-
-
-def with_current_names(flat: Mapping[str, OptionValue], warn: bool = True) -> FlatConfig:
-    """The same config under today's names of keys and values; each old one logs a warning.
-
-    ValueError if a key is given under both of its names.
-    """
-    renamed: FlatConfig = {}
-    for key, value in flat.items():
-        name = RENAMED_KEYS.get(key, key)
-        if name != key:
-            if name in flat:
-                raise ValueError(f"{key} is the old name of {name}: give {name} only")
-            if warn:
-                log.warning("%s is now called %s; the old name works until Keel 0.3", key, name)
-        new_value = RENAMED_VALUES.get((name, str(value)), value)
-        if new_value is not value and warn:
-            log.warning("%s = %r is now called %r", name, value, new_value)
-        renamed[name] = new_value
-    return renamed
-
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -495,7 +461,7 @@ def _defaults() -> Mapping[str, OptionValue]:
             flat |= {f"{key}.{name}": v for name, v in value.items()}
         else:
             flat[key] = value
-    return {key: value for key, value in flat.items() if key not in RENAMED_KEYS}
+    return flat
 
 
 def default_config() -> FlatConfig:
@@ -544,7 +510,6 @@ def resolve_config(overrides: Mapping[str, OptionValue]) -> RunConfig:
     ValueError, one line, for an unknown key, preset, method or other name, for a value that is not
     allowed, and for values that contradict each other (`validate`).
     """
-    overrides = with_current_names(overrides)
     flat = default_config()
     known = list(flat)
     for key in overrides:
@@ -568,7 +533,7 @@ def config_from_json(text: str) -> RunConfig:
         flat = None
     if not isinstance(flat, dict):
         raise ValueError("the run's config is not a JSON object of keys and values")
-    return _parse(with_current_names(flat))
+    return _parse(flat)
 
 
 def _parse(flat: FlatConfig) -> RunConfig:

@@ -708,11 +708,6 @@ def roster_entry(sent: dict[str, Any]) -> RosterEntry:
     return RosterEntry(**{**sent, **texts, "client": check_client_name(sent["client"])})
 
 
-def with_current_names(arrays: Arrays) -> Arrays:
-    """Arrays from a file of any version, under today's names."""
-    return {name.replace("tap_heads.", "projection_heads."): a for name, a in arrays.items()}
-
-
 def payload_bytes(message: Message) -> int:
     """Bytes of the records in a message, without Flower's envelope."""
     return sum(record_bytes(record) for record in message.content.values())

@@ -16,7 +16,7 @@ from client_app.samples import Samples
 from client_app.setup import dataset_spec_of, device_for, model_for, open_source, pixels_of, placed
 from flower_adapter import has_own_clients, is_in_process_grid, watch_superlink
 from protocol.code import line_in_method, place_of
-from protocol.config import RunConfig, resolve_config, with_current_names
+from protocol.config import RunConfig, resolve_config
 from protocol.files import private_files
 from protocol.messages import (
     Arrays,
@@ -109,7 +109,6 @@ def run_federation(
     ValueError, one line, before anything is trained, if the config, the data and the clients do not
     fit together. TooFewRepliesError and DivergedError end a run with its last checkpoint intact.
     """
-    overrides = with_current_names(overrides)  # warns, once
     config = resolve_config(overrides)
     resumed: RunDirectory | None = None
     overrides = {key: value for key, value in overrides.items() if key != "resume"}

@@ -5,7 +5,6 @@ which pass tensors without a copy. On one CPU the model is bit-identical to that
 """
 
 import secrets
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -16,7 +15,6 @@ from flwr.clientapp import ClientApp
 import client_app.app
 from client_app.handlers import forget_data
 from flower_adapter import assign_message_id, begin_task
-from protocol.legacy import forward
 from protocol.options import OptionValue
 from server_app.federation import run_federation
 from server_app.logical_clients import OwnGrid
@@ -114,9 +112,3 @@ def run_inline(
         if "resume" not in overrides:
             overrides["num-clients"] = num_clients
     return run_federation(grid, overrides, observers=observers).path
-
-
-if __name__ == "__main__":  # the command line of Keel 0.1
-    words = [word.replace("--num-clients", "--clients") for word in sys.argv[1:]]
-    sys.argv[1:] = ["--clients", "2", *words]  # of two numbers the last counts
-    forward("server_app.inline", "run", "--engine", "inline")

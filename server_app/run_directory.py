@@ -32,7 +32,7 @@ from client_app.state import NUM_CHECKPOINTS
 from protocol.chained import append_chained, read_chained
 from protocol.config import RunConfig, keel_home, resolve_config
 from protocol.files import digest, full_path, remove_parts, write_atomically
-from protocol.messages import UNREADABLE, Arrays, mismatch, with_current_names
+from protocol.messages import UNREADABLE, Arrays, mismatch
 from protocol.options import OptionValue
 from protocol.packing import Pieces, packed_pieces
 from protocol.text import num_of
@@ -389,7 +389,7 @@ def read_safetensors(path: Path) -> tuple[Arrays, dict[str, Any]]:
     check_opens(path)
     with safe_open(path, framework="pt") as file:
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return with_current_names(arrays), json.loads(file.metadata()["about"])
+        return arrays, json.loads(file.metadata()["about"])
 
 
 def check_opens(path: Path) -> None:

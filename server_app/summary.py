@@ -22,7 +22,6 @@ from protocol.config import (
     default_config,
     keel_home,
     presets,
-    with_current_names,
 )
 from protocol.files import full_path, write_atomically
 from protocol.options import OptionValue
@@ -124,7 +123,7 @@ def privacy_text(privacy: Mapping[str, Any]) -> str:
 
 
 def read_config_file(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(every key, the keys that the user set) of a run's config.json, under current names.
+    """(every key, the keys that the user set) of a run's config.json.
 
     Keys that did not exist when the run was made have their default. If the preset has changed
     since, the run's values are among the keys set. ValueError naming the file if it is missing or
@@ -138,7 +137,7 @@ def read_config_file(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         saved = json.loads(path.read_text())
         overrides = saved["given"] if "given" in saved else saved["overrides"]  # before 0.2: given
-        config = with_current_names(saved["config"], warn=False)
+        config = saved["config"]
         # what runs did before these keys existed
         then: dict[str, OptionValue] = {}
         if "privacy.metrics" not in config and config.get("privacy.epsilon"):
@@ -151,7 +150,7 @@ def read_config_file(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         # a preset may have changed since: the run keeps its own values
         preset = presets().get(str(current["preset"]), {})
         pinned = {key: current[key] for key, value in preset.items() if current[key] != value}
-        return current, pinned | with_current_names(overrides, warn=False) | then
+        return current, pinned | overrides | then
     except DAMAGE as error:
         fault = f"it has no key {error}" if isinstance(error, KeyError) else error
         if isinstance(error, TypeError | AttributeError):  # Python only complains about indices

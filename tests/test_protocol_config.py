@@ -197,7 +197,6 @@ CONTRADICTIONS = [
         ["server-optimizer = 'fedadam'", "fedreco", "fedavg"],
     ),
     ({"source": "folder:data"}, ["source = 'folder:data'", "absolute"]),
-    ({"server": "fedadam", "server-optimizer": "fedavg"}, ["server is the old name of server-opt"]),
     ({"privacy.epsilon": 1e-300}, ["privacy.epsilon = 1e-300", "0 (no noise) or at least 1e-06"]),
     ({"privacy.epsilon": 1.0}, ["privacy.epsilon = 1.0", "below 1", "0 turns"]),
     (

@@ -16,8 +16,6 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-import torch
-from run_fixtures import resume
 
 from keel.runs import SavedRun
 from protocol.files import write_atomically
@@ -33,7 +31,6 @@ from server_app.history import (
     whole_lines,
     without_clients,
 )
-from server_app.manifest import versions
 from server_app.summary import (
     headline,
     read_config_file,
@@ -43,7 +40,6 @@ from server_app.summary import (
     summarise,
     write_summary,
 )
-from server_app.trained import load_model
 
 OLD_RUN = Path(__file__).parent / "data" / "run-0.1"
 
@@ -290,71 +286,6 @@ def test_readers_of_run_directories_need_neither_torch_nor_numpy():
     code = "import keel.runs, sys; sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
     root = Path(__file__).parent.parent
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
-
-
-# --- a run of 0.1 --------------------------------------------------------------------------------
-
-
-def test_the_history_of_0_1_reads_under_todays_names():
-    first, second = read_history(OLD_RUN)
-    assert (first["rejected"], first["backed_off"]) == (0, [])
-    assert not {"refused", "resting"} & (first.keys() | second.keys())
-    assert second["left_out"] == {"client-0001": "ValueError: no power"}
-
-
-def test_the_config_and_summary_of_0_1_read_under_todays_names(caplog):
-    config, overrides = read_config_file(OLD_RUN)
-    assert (config["server-optimizer"], config["backoff-after"], config["run-name"]) == (
-        *("fedavg", 2, ""),
-    )
-    assert overrides["evaluate-clients"] == "cohort"
-    assert not {"server", "rest-after", "rest-rounds"} & (config.keys() | overrides.keys())
-    summary = read_summary(OLD_RUN)
-    expected = {
-        "status": "stopped",
-        "method": "fedavg",
-        "source": "digits",
-        "model": "cnn-fedintr",
-        "rounds": 2,
-        "num_rounds": 3,
-        "seed": 0,
-        "clients": 3,
-        "rejected": 0,
-        "left_out": 1,
-        "accuracy_of": "global.accuracy",
-        "final_accuracy": 0.17548746518105848,
-        "best_accuracy": 0.17548746518105848,
-    }
-    assert expected.items() <= summary.items()
-    assert summary["started"]
-    assert summary["ended"]
-    assert caplog.messages == []  # no warnings of old names in files
-
-
-def test_an_interrupted_run_of_0_1_resumes_as_0_1_would_have(old_run, monkeypatch):
-    monkeypatch.setattr("server_app.report.plot_accuracy", lambda *_: None)
-    monkeypatch.setattr("server_app.report.plot_label_distribution", lambda *_: None)
-    before, manifest = read_history(old_run), read_manifest(old_run)
-    resume(old_run, num_clients=3)
-    history = read_history(old_run)
-    assert history[:2] == before
-    last = history[2]
-    assert last["participants"] == ["client-0000", "client-0001", "client-0002"]
-    now, then = versions(torch.device("cpu")), manifest["versions"]
-    is_same_cpu = now["cpu"].startswith(f"{then['cpu']} AuthenticAMD/")  # 0.1 recorded no maker
-    if is_same_cpu and all(now[name] == then[name] for name in ("torch", "numpy")):
-        assert list(old_run.glob("checkpoints/round-00003-ec4f75259637b019.safetensors"))
-    assert last["global"]["accuracy"] == pytest.approx(0.4178272980501393, abs=0.02)
-    assert last["losses"]["supervised"] == pytest.approx(2.1789530064356235, rel=1e-3)
-    assert read_summary(old_run)["status"] == "finished"
-    assert read_manifest(old_run)["rounds"].keys() == {"1", "2"}  # round 3 ran with other sources
-
-
-def test_the_model_of_a_run_of_0_1_loads():
-    model = load_model(OLD_RUN)
-    images = torch.randint(0, 256, (5, 28, 28), dtype=torch.uint8).numpy()
-    assert set(model.predict(images)) <= {str(digit) for digit in range(10)}
-    assert model.network.input_shape == (1, 28, 28)
 
 
 # --- a history that grows ------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from keel.cli.interrupts import uninterrupted
 from keel.cli.overrides import parse_overrides
 from keel.experiments.scale import SCALES
 from keel.runs import find_run
-from protocol.config import keel_home, refuse_unknown, with_current_names
+from protocol.config import keel_home, refuse_unknown
 from protocol.files import full_path
 from protocol.options import OptionValue
 from protocol.ray_nodes import check_gpus
@@ -46,11 +46,11 @@ def new_console() -> Console:
 
 
 def parse_changes(assignments: Sequence[str]) -> dict[str, OptionValue]:
-    """The keys of `--set KEY=VALUE`, under today's names; text needs no quotes."""
+    """The keys of `--set KEY=VALUE`; text needs no quotes."""
     from keel.experiments.recipe_file import RUNNER_KEYS
 
     try:
-        changes = with_current_names(parse_overrides(assignments))
+        changes = parse_overrides(assignments)
     except ValueError as error:
         raise ValueError(f"--set {error}") from None
     if own := sorted(changes.keys() & RUNNER_KEYS):

@@ -4,7 +4,6 @@ import tomllib
 from collections.abc import Mapping, Sequence
 
 from protocol.config import (
-    RENAMED_KEYS,
     DataConfig,
     RunConfig,
     default_config,
@@ -35,10 +34,10 @@ def parse_overrides(assignments: Sequence[str]) -> dict[str, OptionValue]:
         try:
             if not equals:
                 raise ValueError(f"{assignment!r}: expected KEY=VALUE, such as method=fedintr")
-            refuse_unknown("config key", key, [*defaults, *RENAMED_KEYS], method)
+            refuse_unknown("config key", key, list(defaults), method)
             if key in overrides:
                 raise ValueError(f"{key} is set twice")
-            default = defaults.get(RENAMED_KEYS.get(key, key), "")
+            default = defaults[key]
             overrides[key] = typed_value(key, text.strip(), type(default))
         except ValueError as error:
             mistakes.append(str(error))

@@ -14,7 +14,7 @@ from keel.cli.interrupts import INTERRUPTED_CODE, interruptible
 from keel.cli.overrides import check_simulated, checked_config, parse_overrides
 from keel.runs import CONFIG_FILE, FINISHED, SavedRun, all_runs, find_run, only_run
 from protocol.code import line_in_method
-from protocol.config import RunConfig, with_current_names
+from protocol.config import RunConfig
 from protocol.options import OptionValue
 from protocol.ray_nodes import check_gpus
 from server_app.summary import check_has_rounds_left, new_path
@@ -247,7 +247,7 @@ def prepared(
     hidden: Container[str],
 ) -> "tuple[Callable[[Job, Terminal], None], Job, Terminal]":
     """(the engine, what it is to execute, the terminal with the plan). ValueError if refused."""
-    overrides = with_current_names(overrides)  # warns, once
+    overrides = dict(overrides)
     name = str(overrides.get("resume", ""))
     is_remote = options.engine is Engine.deployment
     resumed = find_run(name) if name and not is_remote else None

@@ -169,7 +169,7 @@ def restore(path: Path, output: Path, source: str = "") -> list[Path]:
             folder = Path(name).parent
             if not name.endswith("/config.json"):
                 continue
-            flat = json.loads(archive.read(name))["config"]
+            flat = known_keys(json.loads(archive.read(name))["config"])
             is_timed = name_of(resolve_config(flat), False) != folder.parent.name
             kind, _, place = flat["source"].partition(":")
             if "/" in place:
@@ -223,6 +223,12 @@ def restore_job(about: Mapping[str, Any], output: Path, source: str) -> None:
 def own_sources(recipe: Recipe) -> list[str]:
     """The files and folders that a recipe's own cells name as their source."""
     return sorted({s for c in recipe.cells if "/" in (s := str(c.keys.get("source", "")))})
+
+
+def known_keys(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of an archived config that Keel has today."""
+    defaults = default_config()
+    return {key: value for key, value in flat.items() if key in defaults}
 
 
 def without_folders(keys: Mapping[str, Any], archived: str = "") -> dict[str, Any]:
@@ -340,7 +346,7 @@ def fault_in(archive: zipfile.ZipFile, name: str) -> str:
         if name.startswith("jobs/"):
             return fault_of_job(found)
         if name.endswith("/config.json"):
-            resolve_config(found["config"])
+            resolve_config(known_keys(found["config"]))
             return "" if "source" in found["config"] else "it has no source"
         return "" if isinstance(found, dict) else "it is not a JSON object"
     except DAMAGE as error:

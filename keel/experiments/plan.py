@@ -29,7 +29,7 @@ from keel.experiments.runs import (
     run_of,
 )
 from keel.experiments.scale import SCALES, Keys, scaled_round
-from protocol.config import RENAMED_KEYS, RunConfig, resolve_config
+from protocol.config import RunConfig, resolve_config
 from protocol.files import digest
 from protocol.models import MODELS
 from protocol.options import MAX_INTEGER, OptionValue, did_you_mean
@@ -119,7 +119,7 @@ def differing(
     for key in sorted(ours.keys() - keys_not_read(cell)):
         is_plain = key == "precision" and ours[key] == "fp32"
         if ours[key] != paper.get(key) and not is_plain:
-            yield RENAMED_KEYS.get(key, key), ours[key], paper.get(key)
+            yield key, ours[key], paper.get(key)
 
 
 def number_of(cell: Cell, run: Run) -> float | None:

@@ -28,7 +28,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,8 +38,6 @@ from keel.experiments.recipe_file import (
     LineError,
     Lines,
     RecipeFile,
-    current_names,
-    old_names,
     read_recipe_file,
 )
 from keel.experiments.scale import Keys
@@ -188,23 +186,16 @@ def load_recipe(name: str) -> Recipe:
         line = error.object.count(b"\n", 0, error.start) + 1
         byte = f"the byte {error.object[error.start]:#x}"
         raise ValueError(f"{path}, line {line}: not UTF-8: {byte}: save it as UTF-8") from error
-    return parse_recipe(text, path, log.warning)
+    return parse_recipe(text, path)
 
 
-def parse_recipe(
-    text: str, path: Path, warn: Callable[[str], object] = lambda message: None
-) -> Recipe:
-    """The recipe in `text`. ValueError, one line: file, line, key, value, what is allowed.
-
-    warn: called for each name from before 0.2, with a line that says today's.
-    """
+def parse_recipe(text: str, path: Path) -> Recipe:
+    """The recipe in `text`. ValueError, one line: file, line, key, value, what is allowed."""
     try:
         file, top = read_recipe_file(text)
         recipe = _recipe(file, top, text, path)
     except LineError as error:
         raise ValueError(f"{path}, {error}") from error
-    for line, old, new in old_names(top):
-        warn(f"{path}, line {line}: {old} is now called {new}; the old name works until Keel 0.3")
     return recipe
 
 
@@ -234,7 +225,7 @@ def _recipe(file: RecipeFile, top: Lines, text: str, path: Path) -> Recipe:
     recipe = Recipe(
         path=path,
         text=text,
-        lines={**top.lines, **current_names(top["config"].lines if top.get("config") else {})},
+        lines={**top.lines, **(top["config"].lines if top.get("config") else {})},
         title=file.title or path.stem,
         paper=file.paper,
         item=file.item,
@@ -268,9 +259,9 @@ def _axes(files: Sequence[Mapping[str, Entry]], top: Lines, kind: str) -> Iterat
 
 
 def _entry(name: str, entry: Entry, line: int, body: Lines | None) -> Entry:
-    lines = {} if body is None else current_names(body.lines)
+    lines = {} if body is None else body.lines
     if body is not None and entry.tune:
-        lines |= current_names(body["tune"].lines)
+        lines |= body["tune"].lines
     for key, values in entry.tune.items():
         if key in entry.keys:
             raise LineError(lines[key], f"{key} of {name}: it is also under tune, which sets it")
@@ -289,7 +280,7 @@ def _grid_axes(file: RecipeFile, top: Lines) -> Iterator[list[Entry]]:
             Entry.model_construct(
                 parts=(f"{name} = {value}",),
                 line=line,
-                keys=current_names({key: value}),
+                keys={key: value},
                 lines={key: line},
             )
             for value in values

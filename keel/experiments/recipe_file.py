@@ -4,13 +4,12 @@ Example: `docs/sweep.yaml`. `keel.experiments.recipe` expands the file into the 
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
     AfterValidator,
-    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -21,7 +20,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from keel.experiments.measure import Curve, Take, parse_take
-from protocol.config import RENAMED_KEYS, default_config, refuse_unknown, with_current_names
+from protocol.config import default_config, refuse_unknown
 from protocol.options import OptionValue, did_you_mean
 
 RUNNER_KEYS = {"seed", "resume", "output-dir", "run-name"}
@@ -95,7 +94,7 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> Lines:
     loader.flatten_mapping(node)
     for key_node, value in node.value:
         key = key_of(key_node)
-        if isinstance(default_config().get(RENAMED_KEYS.get(key, key)), str):
+        if isinstance(default_config().get(key), str):
             _take_words_as_text(value)
     mapping = Lines(
         {key_of(key): loader.construct_object(value, True) for key, value in node.value}
@@ -119,24 +118,6 @@ _Loader.add_implicit_resolver(
 )
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_mapping)
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
-
-
-def current_names(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Config keys and values under today's names, without a warning: `old_names` finds those."""
-    return dict(with_current_names(keys, warn=False))
-
-
-def old_names(node: Any) -> Iterator[tuple[int, str, str]]:
-    """(line, old name, today's name) of each key that was renamed."""
-    if isinstance(node, Lines):
-        for key, value in node.items():
-            renamed = RENAMED_KEYS | {"note": "notes"}
-            if key in renamed and not isinstance(value, dict):  # a row may have such a name
-                yield node.lines[key], key, renamed[key]
-            yield from old_names(value)
-    elif isinstance(node, list):
-        for value in node:
-            yield from old_names(value)
 
 
 def _config_key(key: str) -> str:
@@ -165,9 +146,7 @@ def _values(value: object) -> object:
 
 
 def _config_keys(value: object) -> object:
-    if value is None:
-        return {}
-    return current_names(value) if isinstance(value, dict) else value
+    return {} if value is None else value
 
 
 def _seeds(value: object) -> object:
@@ -237,12 +216,12 @@ class Entry(Reading):
 
 
 class RecipeFile(Reading):
-    """The keys of a recipe. `note` is the name of `notes` before 0.2."""
+    """The keys of a recipe."""
 
     title: Text = ""
     paper: Text = ""
     item: Text = ""
-    notes: Texts = Field(default=[], validation_alias=AliasChoices("notes", "note"))
+    notes: Texts = []
     remark: Text = ""
     shows: Literal["table", "curves", "labels"] = "table"
     seeds: Annotated[list[int], BeforeValidator(_seeds)] = [0]
@@ -307,11 +286,10 @@ def _described(error: ErrorDetails, top: Lines) -> tuple[int, str]:
     for part in error["loc"]:
         if isinstance(node, list) and isinstance(part, int):
             node = node[part]
-        elif isinstance(node, Lines):
-            key = next((k for k in node if part in (k, RENAMED_KEYS.get(k))), None)
-            if key is not None:  # else a part of the model alone, such as `keys`
-                line, node = node.lines[key], node[key]
-                path.append(key)
+        elif isinstance(node, Lines) and (key := str(part)) in node:
+            # others are parts of the model alone, such as `keys`
+            line, node = node.lines[key], node[key]
+            path.append(key)
     own_message = str(error.get("ctx", {}).get("error", ""))
     if error["loc"] and error["loc"][-1] == "[key]":
         return line, own_message

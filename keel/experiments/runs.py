@@ -15,21 +15,14 @@ from keel.experiments.recipe import Cell
 from keel.experiments.scale import SCALES, Keys, scaled
 from protocol.catalogue import method_spec
 from protocol.code import code_version
-from protocol.config import RENAMED_KEYS, RENAMED_VALUES, RunConfig, default_config, resolve_config
+from protocol.config import RunConfig, default_config, resolve_config
 from protocol.files import digest, write_atomically
 from protocol.options import OptionValue
 from server_app.history import HISTORY_FILE, HistoryReader
 from server_app.summary import read_manifest, read_object
 
 # The name of a run ends in a hash of the keys that its result depends on, where they differ from
-# the defaults: a key that is new in Keel changes no name. Keys and values are hashed under their
-# names of Keel 0.1; runs finished then are also looked for under the name of 0.1, which took 10 and
-# 10.0 for two values. A name that leaves RENAMED_KEYS or RENAMED_VALUES has to move here.
-
-_OLD_KEYS = {new: old for old, new in RENAMED_KEYS.items()}
-_OLD_VALUES = {(key, new): old for (key, old), new in RENAMED_VALUES.items()}
-_HAVE_OLD_VALUES = {key for key, _ in RENAMED_VALUES}
-KEPT_FILES = ("keep-state", "checkpoint-every")  # in names until 0.2.0
+# the defaults: a key that is new in Keel changes no name.
 IRRELEVANT = {
     "preset",
     "output-dir",
@@ -38,27 +31,15 @@ IRRELEVANT = {
     "run-name",
     "last-rounds",
     "tracker",
-    *KEPT_FILES,
+    "keep-state",
+    "checkpoint-every",
 }
 RELEVANT_TO_SECONDS = {"device", "cache-mb"}  # and `threads`, on which the bits depend too
 DIVERGED, FAILED = "diverged", "failed"
 NOTE = "failed"  # the folder of `Run.note_failure`, beside the run directories
 REMEDY = "remove its run directory, then run it again or restore it from an archive"  # of damage
-IN_EVERY_CONFIG = {"method", "server", "privacy.epsilon", "num-rounds"}  # by their old names
+IN_EVERY_CONFIG = {"method", "server-optimizer", "privacy.epsilon", "num-rounds"}
 UNKNOWN = "not recorded"  # code that a manifest does not name
-
-
-def with_old_names(flat: Keys) -> dict[str, OptionValue]:
-    """A flat config under the names of 0.1, whichever release wrote it."""
-    old = {_OLD_KEYS.get(key, key): value for key, value in flat.items()}
-    for key in _HAVE_OLD_VALUES & flat.keys():
-        old[_OLD_KEYS.get(key, key)] = _OLD_VALUES.get((key, str(flat[key])), flat[key])
-    return old
-
-
-@lru_cache(maxsize=1)
-def _old_defaults() -> Keys:
-    return with_old_names(default_config())
 
 
 def identity(flat: Keys, is_timed: bool = False) -> dict[str, OptionValue]:
@@ -66,25 +47,26 @@ def identity(flat: Keys, is_timed: bool = False) -> dict[str, OptionValue]:
 
     is_timed: seconds are read, so what they depend on counts too.
     """
-    old = with_old_names(flat)
-    tables = {str(old["method"]), str(old["server"]), "privacy"}
-    if old.get("privacy.metrics") == "exact" or not old["privacy.epsilon"]:
-        old.pop("privacy.metrics", None)  # runs before this key sent exact metrics
-    if old.get("fedproc.schedule-rounds") == old["num-rounds"]:
-        old["fedproc.schedule-rounds"] = 0  # which means the same
+    known = default_config()
+    found = {key: value for key, value in flat.items() if key in known}
+    tables = {str(found["method"]), str(found["server-optimizer"]), "privacy"}
+    if found.get("privacy.metrics") == "exact" or not found["privacy.epsilon"]:
+        found.pop("privacy.metrics", None)  # of the metrics alone
+    if found.get("fedproc.schedule-rounds") == found["num-rounds"]:
+        found["fedproc.schedule-rounds"] = 0  # which means the same
     irrelevant = IRRELEVANT if is_timed else IRRELEVANT | RELEVANT_TO_SECONDS
     return {
         key: value
-        for key, value in old.items()
+        for key, value in found.items()
         if key not in irrelevant and ("." not in key or key.partition(".")[0] in tables)
     }
 
 
-def hash_of(relevant: Keys, is_0_1: bool = False) -> str:
+def hash_of(relevant: Keys) -> str:
     """12 hex digits of what `identity` returns; an integer where a float is due is that float."""
-    defaults = _old_defaults()
+    defaults = default_config()
     hashed = {
-        key: float(value) if type(defaults[key]) is float and not is_0_1 else value
+        key: float(value) if type(defaults[key]) is float else value
         for key, value in relevant.items()
         if value != defaults[key]
     }
@@ -118,25 +100,18 @@ class Options:
         return ", ".join([f"scale {self.scale}", *changed])
 
 
-def name_of(
-    config: RunConfig, is_timed: bool, is_0_1: bool = False, more: Sequence[str] = ()
-) -> str:
-    """The name of the run with this config: method, source, seed and the hash.
-
-    more: keys that were once part of the name.
-    """
+def name_of(config: RunConfig, is_timed: bool) -> str:
+    """The name of the run with this config: method, source, seed and the hash."""
     source = config.data.source.rpartition("/")[2]
     stem = re.sub(r"[^a-z0-9]+", "-", f"{config.rounds.method}-{source}".lower())
     seed, relevant = config.rounds.seed, identity(config.flat, is_timed)
-    relevant |= {key: config.flat[key] for key in more}
-    return f"{stem}-seed{seed}-{hash_of(relevant, is_0_1)}"
+    return f"{stem}-seed{seed}-{hash_of(relevant)}"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its config keys, and the folders that hold the run directories of its attempts.
+    """One run: its config keys, and the folder that holds the run directories of its attempts.
 
-    folders: the first is the one to write to; another, where 0.1 gave it another name, is read.
     is_scaled: the scale maps the paper's rounds onto fewer; otherwise they are the run's.
     is_timed, only_last: as in `Cell`. any_code: as in `Options`.
     """
@@ -146,16 +121,11 @@ class Run:
     paper_rounds: int
     clients: int
     name: str
-    folders: Sequence[Path]
+    folder: Path
     is_scaled: bool = False
     is_timed: bool = False
     only_last: bool = False
     any_code: bool = False
-
-    @property
-    def folder(self) -> Path:
-        """The folder of its new attempts."""
-        return self.folders[0]
 
     @property
     def shrink(self) -> float:
@@ -169,7 +139,7 @@ class Run:
 
     def attempts(self) -> list[Path]:
         """Its run directories, oldest first."""
-        found = {path.parent for folder in self.folders for path in folder.glob("*/config.json")}
+        found = {path.parent for path in self.folder.glob("*/config.json")}
         return sorted((p for p in found if p.name != NOTE), key=lambda path: path.name)
 
     @property
@@ -238,13 +208,12 @@ class Run:
     def other_default(self, directory: Path) -> str:
         """A key that had another default when this attempt was run, with both; else empty."""
         then = identity(config_in(directory), self.is_timed)
-        defaults = with_old_names(default_config())
+        defaults = default_config()
         for key in sorted(then.keys() | self.identity.keys()):
             before = then.get(key, defaults.get(key))
             is_same = before == self.identity.get(key)
             if not is_same and not (key == "evaluate-every" and self.only_last):
-                name = RENAMED_KEYS.get(key, key)
-                return f"{name} = {before!r}, today {self.identity.get(key)!r}"
+                return f"{key} = {before!r}, today {self.identity.get(key)!r}"
         return ""
 
     def other_code(self, directory: Path) -> str:
@@ -273,20 +242,18 @@ def run_of(cell: Cell, candidate: Keys, seed: int, options: Options, output: Pat
     config = resolve_config(full)
     if not config.rounds.num_clients:
         raise ValueError("num-clients = 0: expected the recipe to set the number of clients")
-    name_0_1 = name_of(config, cell.is_timed, is_0_1=True)
     method = method_spec(config.rounds.method)
     if cell.only_last and method.is_adapted_from_global and method.is_stateful is not True:
         full |= {"evaluate-every": config.rounds.num_rounds, **options.changes}
         config = resolve_config(full)
-    own = [name_of(config, cell.is_timed, more=more) for more in ((), KEPT_FILES)]
-    names = list(dict.fromkeys([*own, name_0_1]))
+    name = name_of(config, cell.is_timed)
     return Run(
         keys=full,
         rounds=config.rounds.num_rounds,
         paper_rounds=resolve_config(keys).rounds.num_rounds,
         clients=config.rounds.num_clients,
-        name=names[0],
-        folders=[output / "runs" / name for name in names],
+        name=name,
+        folder=output / "runs" / name,
         is_scaled=options.scale != "paper",
         is_timed=cell.is_timed,
         only_last=cell.only_last,
@@ -303,7 +270,7 @@ def config_in(directory: Path) -> dict[str, Any]:
     """The flat config in a run's config.json, as it is there. ValueError naming a damaged file."""
     path = directory / "config.json"
     flat = read_object(path).get("config")
-    if not isinstance(flat, dict) or IN_EVERY_CONFIG - with_old_names(flat).keys():
+    if not isinstance(flat, dict) or IN_EVERY_CONFIG - flat.keys():
         raise ValueError(f"{path} is damaged: its config is missing or incomplete")
     return flat
 

@@ -25,7 +25,7 @@ from run_fixtures import (
     same_bits,
     without_times,
 )
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import keel.cli.main
 import server_app.diagnostics.comparison
@@ -435,18 +435,6 @@ def test_the_command_names_a_client_state_that_is_damaged(
     assert command(monkeypatch, folder, *names, "--output", output) == 2
     assert f"{state} is damaged: restore it from a backup" in capsys.readouterr().err
     assert not output.exists()
-
-
-def test_the_command_reads_a_model_of_keel_0_1(run, monkeypatch, tmp_path):
-    folder, output = run({"num-rounds": 1, "method": "fedintr"}), tmp_path / "out"
-    arrays = load_file(folder / "model.safetensors")
-    old = {k.replace("projection_heads.", "tap_heads."): v for k, v in arrays.items()}
-    assert old.keys() != arrays.keys()
-    save_file(old, tmp_path / "old.safetensors")
-    words = [folder, tmp_path / "old.safetensors", "--only", "drift", "--output", output]
-    assert command(monkeypatch, *words) == 0
-    numbers = json.loads((output / "numbers.json").read_text())["diagnostics"]
-    assert numbers["drift"]["mean"] == 0
 
 
 def test_the_command_says_that_no_client_stores_a_model(run, monkeypatch, capsys, caplog, tmp_path):

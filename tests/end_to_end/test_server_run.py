@@ -1476,13 +1476,6 @@ def test_a_model_that_is_finite_but_whose_loss_is_not_is_warned_of(run, caplog):
     assert [m for m in caplog.messages if m.startswith(text) and "server's learning rate" in m]
 
 
-def test_an_old_key_is_warned_of_once(run, caplog):
-    folder = run({"server": "fedavgm", "num-rounds": 1})
-    [line] = [text for text in caplog.messages if "is now called" in text]
-    assert line == "server is now called server-optimizer; the old name works until Keel 0.3"
-    assert json.loads((folder / "config.json").read_text())["overrides"]["server-optimizer"]
-
-
 def test_a_diverged_state_of_the_server_ends_the_run_before_it_is_in_a_checkpoint(
     run, tmp_path, monkeypatch
 ):

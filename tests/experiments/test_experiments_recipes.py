@@ -1,7 +1,5 @@
 """Recipes: all there, all runnable, the papers' numbers as printed; bad ones refused by line."""
 
-import hashlib
-import json
 import math
 import os
 import re
@@ -42,7 +40,7 @@ from keel.experiments.rendering import ours
 from keel.experiments.runs import Options, run_of
 from keel.experiments.scale import SCALES, Keys, scaled, steps_per_round
 from keel.experiments.settings import settings_of
-from protocol.config import RENAMED_KEYS, RENAMED_VALUES, presets, resolve_config
+from protocol.config import resolve_config
 from tests.tools.run_directories import make_run as make_run_directory
 
 root = Path(__file__).parent.parent.parent
@@ -73,105 +71,6 @@ def test_there_is_a_recipe_for_every_table_and_figure():
             of_it = [i for p, i in there if p == paper and (i == item or i.startswith(item + " "))]
             assert len(of_it) == 1, (paper, item, of_it)
     assert len(there) == sum(map(len, wanted.values()))
-
-
-recorded = json.loads((Path(__file__).parent / "recipes_0_1.json").read_text())
-old_keys = {new: old for old, new in RENAMED_KEYS.items()}
-old_values = {(key, new): old for (key, old), new in RENAMED_VALUES.items()}
-
-
-def digest_of(content: object) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def config_of_0_1(keys: Keys) -> Keys:
-    """The resolved config with the keys of 0.1, under their names then."""
-    flat = resolve_config(keys).flat
-    old = {old_keys.get(k, k): old_values.get((k, str(v)), v) for k, v in flat.items()}
-    return {key: old[key] for key in recorded["keys"]}
-
-
-PRESETS_THEN = {  # by the beginning of their names; keys that there were not are left out as well
-    "fedintr": {"moon.projection": "mlp", "moon.first-use": "received"},
-    "fedcka": {"lr": 0.1},
-    "fedrcl": {"precision": "fp32"},
-    "fedreco": {
-        "fedrep.final-head-epochs": 0,
-        "fedcr.final-head-epochs": 0,
-        "ditto.lambda": 1.0,
-        "ditto.personal-epochs": 1,
-    },
-}
-
-
-@pytest.fixture
-def presets_of_0_1(monkeypatch):
-    """The presets with the values that 0.1 had."""
-    then = {
-        name: {k: v for k, v in keys.items() if old_keys.get(k, k) in recorded["keys"]}
-        | PRESETS_THEN.get(name.partition("-")[0], {})
-        for name, keys in presets().items()
-    }
-    monkeypatch.setattr("protocol.config.presets", lambda: then)
-
-
-@pytest.mark.usefixtures("presets_of_0_1")
-@pytest.mark.parametrize("name", shipped_recipes())
-def test_the_expanded_recipes_are_those_of_0_1(name, tmp_path):
-    """Every row x column x candidate at two scales: configs, numbers, readings and old run names.
-
-    recipes_0_1.json was computed with Keel 0.1, which had no columns without cache, no rows for
-    eq. (5) of FedRCL and no control for FedProc.
-    """
-    recipe, expected = load_recipe(name), recorded["recipes"][name]
-    assert (list(recipe.seeds), recipe.shows) == (expected["seeds"], expected["shows"])
-    rows = [row.name for row in recipe.rows if not row.name.endswith(OURS)]
-    assert rows == list(expected["rows"])
-    known = {}
-    for row, digests in expected["rows"].items():
-        contents, names = [], []
-        cells = [c for c in recipe.cells if not c.column.name.endswith(", without cache")]
-        for cell in (cell for cell in cells if cell.row.name == row):
-            take, best = cell.take, cell.paper_candidate and dict(cell.paper_candidate)
-            contents.append(
-                [cell.column.name, cell.of, take.how, take.number, cell.at, cell.paper, best]
-            )
-            for candidate in cell.candidates:
-                for scale in ("paper", "hour"):
-                    given = {**cell.keys, **candidate}
-                    key = repr((given, scale, cell.read_at, cell.is_timed, cell.only_last))
-                    if key not in known:  # a run is read at several rounds
-                        options = Options(scale, {}, [1], full_grid=True)
-                        run = run_of(cell, candidate, 1, options, tmp_path)
-                        how = {"evaluate-every": 1} if scale == "paper" else {}
-                        how |= scaled(given, SCALES[scale], cell.read_at)
-                        known[key] = config_of_0_1({**run.keys, **how}), run.folders[-1].name
-                    contents.append(known[key][0])
-                    names.append(known[key][1])
-        assert [digest_of(contents), digest_of(names)] == digests, row
-
-
-def test_old_names_of_keys_and_values_mean_the_same_and_are_named(tmp_path, caplog):
-    tested = "num-clients: 4, local-test-fraction: 0.2, evaluate-clients: cohort"
-    today = good.replace("num-clients: 4", tested)
-    today = today.replace("method: fedprox", "server-optimizer: fedadam")
-    before = today.replace("server-optimizer", "server").replace("cohort", "participants")
-    path = tmp_path / "r.yaml"
-    path.write_text(before.replace("title: x", "title: x\nnote: a note"))
-    recipe = load_recipe(str(path))
-    assert recipe.notes == ["a note"]
-    keys = [cell.keys for cell in parse_recipe(today, path).cells]
-    assert [cell.keys for cell in recipe.cells] == keys
-    assert keys[-1]["server-optimizer"] == "fedadam"
-    assert keys[-1]["evaluate-clients"] == "cohort"
-    assert [record.getMessage().partition(", ")[2] for record in caplog.records] == [
-        "line 2: note is now called notes; the old name works until Keel 0.3",
-        "line 10: server is now called server-optimizer; the old name works until Keel 0.3",
-    ]
-    bad = before.replace("server: fedadam", "rest-after: -1")
-    recipe = parse_recipe(bad, Path("r.yaml"))
-    with pytest.raises(ValueError, match=r"line 9 \(two; a\): backoff-after = -1"):
-        check_recipe(recipe, recipe.cells, PAPER, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -430,7 +329,6 @@ laughs = "a0: &a0 [x]\n" + "".join(
         ("two: {method: fedprox}", "two: {at: -1}", 9, "rows.two.at = -1: expected"),
         ("two: {method: fedprox}", "two: {tune: {lr: 1}}", 9, "rows.two.tune.lr = 1: expected"),
         ("a: {alpha: 0.5}", "a: {paper: 3}", 5, "paper of a: expected in rows only"),
-        ("a: {", "a: {server: x, server-optimizer: y, ", 5, "the old name of server-optimizer"),
         (
             "two: {method: fedprox}",
             "two: {lr: 0.3, tune: {lr: [0.1, 0.2]}}",
@@ -819,15 +717,10 @@ def test_the_job_of_a_recipe_with_a_long_name_in_any_script_fits_in_a_file_name(
     assert len(f"{job_name(recipe, PAPER)}.json".encode()) < 255
 
 
-def test_ten_and_ten_point_zero_are_one_run_found_also_under_its_name_of_0_1(tmp_path):
+def test_ten_and_ten_point_zero_are_one_run(tmp_path):
     cell = load_recipe("fedintr-table-1").cell("FedIntR", "CIFAR-10")
     runs = [run_of(cell, {"fedintr.mu": mu}, 0, PAPER, tmp_path) for mu in TENS]
     assert runs[0].name == runs[1].name != runs[2].name
-    assert len(runs[0].folders) == 2  # an integer had a name of its own
-    for folder in runs[0].folders:
-        (folder / folder.name[-12:]).mkdir(parents=True)
-        (folder / folder.name[-12:] / "config.json").touch()
-    assert len(runs[0].attempts()) == 2
 
 
 def test_cache_and_device_are_part_of_a_run_where_seconds_are_read(tmp_path):

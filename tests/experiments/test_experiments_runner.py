@@ -41,7 +41,7 @@ from keel.experiments.plan import (
 from keel.experiments.recipe import Claim, Recipe, parse_recipe
 from keel.experiments.rendering import ours as cell_text
 from keel.experiments.rendering import section_of, write_report
-from keel.experiments.runs import Options, Run, code_of, history_in, run_of, status_of
+from keel.experiments.runs import Options, Run, history_in, run_of, status_of
 from keel.experiments.summary import Evidence, curves_of
 from keel.experiments.tasks import KilledError, Resources, claimed, overrides_of
 from protocol.code import code_version
@@ -555,14 +555,6 @@ def test_an_interrupted_run_of_other_code_starts_from_scratch_and_a_mixed_one_is
     assert overrides_of(run)["output-dir"] == str(run.folder)
     (attempt / "manifest.json").write_text(json.dumps({"code": [OTHER, code_version()]}))
     assert run.other_code(attempt) == f"{OTHER}, then {code_version()}; today {code_version()}"
-
-
-def test_a_manifest_of_0_1_says_its_code_and_builds_of_one_torch_are_alike(tmp_path):
-    versions = {"sources": "a" * 16, "torch": "2.15.0+cpu"}
-    (tmp_path / "bundle.json").write_text(json.dumps({"versions": versions}))
-    assert code_of(tmp_path) == (f"sources {'a' * 16}, torch 2.15.0",)
-    (tmp_path / "bundle.json").write_text("{}")
-    assert code_of(tmp_path) == ("sources not recorded, torch not recorded",)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from keel.views.server import SuperLinkNodes, listening, run_rows
 from server_app.history import append_history
 from tests.tools.run_directories import line_of, make_run
 
-OLD_RUN = Path(__file__).parents[1] / "data" / "run-0.1"
 LOOK = """
 import json, sys
 from pathlib import Path
@@ -283,19 +282,6 @@ def test_numbers_near_the_limit_of_floats_break_no_page(tmp_path, key, value):
     for options in ("x=seconds", "x=bytes", "curve=loss.supervised", "smooth=0.5"):
         for page in ("compare/data", "compare.csv"):
             assert pages.get(f"/{page}?run={runs[0]}&run={runs[1]}&{options}").status_code == 200
-
-
-def test_a_run_of_0_1_has_all_pages(tmp_path):
-    shutil.copytree(OLD_RUN, tmp_path / "old")
-    pages = Pages(tmp_path)
-    run = pages.id_of("old")
-    paths = (f"/run/{run}", f"/run/{run}/clients", f"/run/{run}/labels")
-    for path in ("/", *paths, f"/compare/data?run={run}"):
-        assert pages.get(path).status_code == 200
-    data = pages.get(f"/run/{run}/data").json()
-    assert "round 2 of" in data["html"]["status"]
-    assert data["charts"]["accuracy"]["data"][0]["x"] == [1, 2]
-    assert pages.get("/deployment").status_code == 200
 
 
 @pytest.mark.end_to_end

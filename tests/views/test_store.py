@@ -2,16 +2,12 @@
 
 import json
 import os
-import shutil
-from pathlib import Path
 
 import pytest
 
 from keel.views.run_page import log_tail
 from keel.views.store import Entry, Store, number, read_json
 from tests.tools.run_directories import make_run
-
-OLD_RUN = Path(__file__).parents[1] / "data" / "run-0.1"
 
 
 def test_runs_are_found_in_a_directory_and_in_the_output_of_experiments(tmp_path):
@@ -23,17 +19,6 @@ def test_runs_are_found_in_a_directory_and_in_the_output_of_experiments(tmp_path
     assert {entry.name: entry.method for entry in found} == {
         **{"a": "fedavg", "b": "fedprox", "attempt": "moon", "attempt-2": "fedcka"}
     }
-
-
-def test_a_run_of_0_1_is_shown_under_todays_names(tmp_path):
-    shutil.copytree(OLD_RUN, tmp_path / "old")
-    store = Store([tmp_path])
-    (entry,) = store.runs().values()
-    assert (entry.method, entry.state, entry.split) == ("fedavg", "stopped", "dirichlet 5.0")
-    lines = store.history(entry).lines
-    assert [line["round"] for line in lines] == [1, 2]
-    assert [line["num_participants"] for line in lines] == [3, 2]
-    assert lines[1]["rejected"] == 0
 
 
 def test_a_file_that_can_be_read_now_is_read(tmp_path, monkeypatch):

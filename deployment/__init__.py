@@ -1,1 +1,0 @@
-"""Names of Keel 0.1, kept until 0.3."""
