@@ -1,6 +1,6 @@
 """Pictures of `keel run`, `list` and `compare` in a terminal, for docs/development/house.md.
 
-python -m tests.tools.terminal_images docs/images
+python -m tools.terminal_images docs/images
 
 The commands run in a pseudo-terminal of 100 columns, in a Keel home of their own.
 """

@@ -1,6 +1,6 @@
 """Screenshots of the pages of `keel ui` and of a report, for docs/results/views.md.
 
-python -m tests.tools.screenshots RUNS REPORT.html DIRECTORY
+python -m tools.screenshots RUNS REPORT.html DIRECTORY
 
 Takes each page at two widths, light and dark, as PNGs of 256 colours. Needs the extra `browser`.
 """
