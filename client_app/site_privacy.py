@@ -159,7 +159,7 @@ def positive(key: str, value: object) -> float:
 
 
 def multiplier_of(privacy: PrivacyConfig) -> float:
-    """Standard deviation of the noise over 2 clip-norm, whatever `privacy.sensitivity` is."""
+    """Standard deviation of the noise over 2 clip-norm."""
     return noise_sigma(privacy) / (2 * privacy.clip_norm)
 
 

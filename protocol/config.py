@@ -173,10 +173,6 @@ class PrivacyConfig:
     )
     delta: float = option(between(0, 1, open_low=True, open_high=True), "delta of one release")
     clip_norm: float = option(more_than(0), "C: a release is scaled down to this norm")
-    sensitivity: str = option(
-        one_of("local", "central"),
-        "local: 2C, for any two data sets; central: C, for one clipped contribution",
-    )
     metrics: str = option(
         one_of("withheld", "exact"),
         "with epsilon > 0, what clients send without noise: withheld: no losses, accuracies, label "
@@ -199,12 +195,6 @@ DIAGNOSTICS = (  # server_app.diagnostics.comparison computes them
 def names_in(text: str) -> list[str]:
     """The names in a value such as "drift, vci"."""
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def tracker_names(rounds: "RoundsConfig") -> list[str]:
-    """The trackers that are asked for, each once."""
-    names = names_in(rounds.tracker)
-    return [n for n in TRACKERS if n in names or (n == "tensorboard" and rounds.tensorboard)]
 
 
 @dataclass(frozen=True)
@@ -286,7 +276,6 @@ class RoundsConfig:
         "keep the checkpoints and client state of a finished run, to continue it with more rounds; "
         "false: keep only personal models",
     )
-    tensorboard: bool = option(true_or_false(), "adds tensorboard to `tracker`")
     output_dir: str = option(any_text(), 'parent of run directories; "": $KEEL_HOME/runs')
     run_name: str = option(
         matching(
@@ -315,6 +304,11 @@ class RoundsConfig:
         any_text(), 'measures of the local models: comma-separated names, or all; "": none'
     )
     diagnostics_every: int = option(at_least(1), "rounds between diagnostics")
+
+    @property
+    def trackers(self) -> list[str]:
+        """The trackers of the run, each once."""
+        return [name for name in TRACKERS if name in names_in(self.tracker)]
 
     @property
     def fewest_replies(self) -> int:

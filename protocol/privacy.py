@@ -23,11 +23,10 @@ def noise_multiplier(epsilon: float, delta: float) -> float:
 def noise_sigma(privacy: PrivacyConfig) -> float:
     """Standard deviation of the noise on every coordinate of a clipped release.
 
-    The sensitivity C' is 2C in the local model, where any two data sets must look alike (two
-    clipped releases are at most 2C apart), and C for `central`.
+    The sensitivity is 2C: any two data sets must look alike, and two clipped releases are at most
+    2C apart.
     """
-    sensitivity = privacy.clip_norm * (2 if privacy.sensitivity == "local" else 1)
-    return noise_multiplier(privacy.epsilon, privacy.delta) * sensitivity
+    return noise_multiplier(privacy.epsilon, privacy.delta) * 2 * privacy.clip_norm
 
 
 def granularity(privacy: PrivacyConfig, num_entries: int) -> float:
@@ -82,7 +81,6 @@ def privacy_statement(
     small_delta = min(privacy.delta, SMALL_DELTA)
     # delta with exact noise becomes delta + (1 + e^epsilon) distance with the sampler's noise
     sampling = (1 + math.exp(min(at_small_delta, 700))) * SAMPLER_DISTANCE * num_entries * releases
-    is_local = privacy.sensitivity == "local"
     measured = ["losses", "accuracies", "label counts", "times"]
     return {
         "per_release": {"epsilon": privacy.epsilon, "delta": privacy.delta},
@@ -90,15 +88,10 @@ def privacy_statement(
         "composed": {"epsilon": epsilon, "delta": privacy.delta},
         "composed_at_small_delta": {"epsilon": at_small_delta, "delta": small_delta},
         "guarantee": {
-            "model": "local: also against the server" if is_local else "central: of the sum",
-            "unit": "one training sample" if is_local else "one client's contribution",
-            "neighbours": (
-                "one sample is replaced by another; the numbers of samples are fixed (holds for "
-                "any two data sets of the same size too)"
-                if is_local
-                else "the contribution is there or is zero; for a replaced sample, or against the "
-                "server, the noise is half of what epsilon asks for"
-            ),
+            "model": "local: also against the server",
+            "unit": "one training sample",
+            "neighbours": "one sample is replaced by another; the numbers of samples are fixed "
+            "(holds for any two data sets of the same size too)",
             "covers": "the clipped and noised arrays of every reply",
             "public": "numbers of training and test samples, names of the classes that occur, "
             "whether all samples can be read, network, versions, device, whether its state was "

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.code import is_installed
-from protocol.config import RoundsConfig, keel_home, tracker_names
+from protocol.config import RoundsConfig, keel_home
 from protocol.files import write_atomically
 from protocol.text import in_one_line
 from server_app.history import HISTORY_FILE, Line, without_clients
@@ -41,20 +41,17 @@ def trackers_of(rounds: RoundsConfig) -> list[RunObserver]:
         "mlflow": MlflowRun,
         "wandb": WandbRun,
     }
-    return [Tracked(n, makers[n]()) for n in tracker_names(rounds)]
+    return [Tracked(n, makers[n]()) for n in rounds.trackers]
 
 
 def check_trackers(rounds: RoundsConfig) -> None:
     """ValueError, one line, if the package of a tracker in the config is not installed."""
-    for name in tracker_names(rounds):
+    for name in rounds.trackers:
         if not is_installed(name):
-            key, off = f"tracker = {rounds.tracker!r}", "tracker=none"
-            if name not in rounds.tracker:
-                key, off = "tensorboard = true", "tensorboard=false"
             package = {"mlflow": "mlflow-skinny alembic"}.get(name, name)
             raise ValueError(
-                f"{key}: the package {name} is not installed: pip install {package} (Keel's extra "
-                f"{name}), or set {off}"
+                f"tracker = {rounds.tracker!r}: the package {name} is not installed: pip install "
+                f"{package} (Keel's extra {name}), or set tracker=none"
             )
 
 

@@ -109,13 +109,9 @@ def test_a_norm_at_the_end_of_double_precision_is_reached():
 def test_the_multiplier_of_one_release(epsilon, delta, multiplier):
     """sqrt(2 ln(1.25 / delta)) / epsilon, worked out outside of this code."""
     assert noise_multiplier(epsilon, delta) == pytest.approx(multiplier, abs=5e-7)
-    sigma = {}
-    for kind in ("local", "central"):
-        now = private_round(epsilon, delta=delta, clip_norm=3.0, sensitivity=kind)
-        sigma[kind] = noise_sigma(now.config.privacy)
-    # any two clipped releases are 2 C apart at most; one clipped contribution is C
-    assert sigma["local"] == pytest.approx(2 * 3.0 * multiplier, rel=1e-7)
-    assert sigma["central"] == pytest.approx(3.0 * multiplier, rel=1e-7)
+    privacy = private_round(epsilon, delta=delta, clip_norm=3.0).config.privacy
+    # any two clipped releases are 2 C apart at most
+    assert noise_sigma(privacy) == pytest.approx(2 * 3.0 * multiplier, rel=1e-7)
 
 
 def test_the_noise_has_that_deviation_no_mean_and_no_pattern():
@@ -146,10 +142,9 @@ def test_the_noise_is_added_to_the_clipped_release():
 
 
 @pytest.mark.parametrize("num", [3, 200_000])
-@pytest.mark.parametrize("kind", ["local", "central"])
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.3, 1e-5), (0.99, 0.5)])  # the noise's bound, too
-def test_every_released_value_is_a_multiple_of_the_stated_granularity(num, kind, epsilon, delta):
-    now = private_round(epsilon, sensitivity=kind, clip_norm=0.7, delta=delta)
+def test_every_released_value_is_a_multiple_of_the_stated_granularity(num, epsilon, delta):
+    now = private_round(epsilon, clip_norm=0.7, delta=delta)
     (values,) = privatise({"a": torch.randn(num)}, now).values()
     step = granularity(now.config.privacy, num)
     assert math.log2(step).is_integer()
@@ -303,15 +298,6 @@ def test_what_the_sampler_adds_to_delta_grows_with_the_composed_epsilon(epsilon,
 def test_what_the_sampler_adds_to_delta_is_a_number_after_any_number_of_releases():
     privacy = private_round(0.9).config.privacy
     assert privacy_statement(privacy, 10**6, 10**6)["noise"]["added_to_delta"] == 1
-
-
-def test_the_central_guarantee_is_of_a_contribution():
-    privacy = private_round(0.5, sensitivity="central").config.privacy
-    guarantee = privacy_statement(privacy, 10, 1)["guarantee"]
-    assert (guarantee["model"], guarantee["unit"]) == (
-        "central: of the sum",
-        "one client's contribution",
-    )
 
 
 def test_no_release_costs_nothing():

@@ -134,14 +134,6 @@ def test_a_request_at_every_limit_is_allowed(source):
         check_limits(private(), node | {"privacy-min-noise-multiplier": multiplier * 1.001})
 
 
-def test_the_noise_of_a_central_run_counts_half():
-    """Replacing a sample may move a release by 2 C, whatever the server calls the sensitivity."""
-    node = {"privacy-min-noise-multiplier": 9.0}
-    check_limits(private(), node)  # 9.69
-    with pytest.raises(PrivacyRefused, match=r"its noise is 4\.845 times"):
-        check_limits(private(sensitivity="central"), node)
-
-
 def test_an_empty_variable_counts_as_unset(monkeypatch):
     """The compose file passes every variable, empty where the site sets none."""
     for key in KEYS:

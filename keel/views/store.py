@@ -51,7 +51,6 @@ NOT_A_SETTING = {
     "data-dir",
     "resume",
     "tracker",
-    "tensorboard",
 }
 ANYTHING = (*DAMAGE, RecursionError)  # raised by the content of a file
 text_of = in_one_line  # any value as one printable line

@@ -175,8 +175,8 @@ def test_a_process_that_ends_where_no_exception_reaches_the_run_still_says_so(tm
 def test_without_tensorboard_there_is_one_line_that_says_what_to_install(run, monkeypatch):
     monkeypatch.setattr(server_app.trackers, "is_installed", lambda name: False)
     with pytest.raises(ValueError) as caught:
-        run(quick | {"tensorboard": True})
-    assert str(caught.value).startswith("tensorboard = true: the package tensorboard is not")
+        run(quick | {"tracker": "tensorboard"})
+    assert str(caught.value).startswith("tracker = 'tensorboard': the package tensorboard is not")
     assert "pip install tensorboard" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -185,7 +185,7 @@ def test_the_events_are_the_historys_figures_also_after_a_resume(run):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    folder = run(quick | {"tensorboard": True})
+    folder = run(quick | {"tracker": "tensorboard"})
     resume(folder, num_rounds=4)
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     points = [(e.step, e.value) for e in events.Scalars("accuracy/global.accuracy")]
