@@ -13,6 +13,7 @@ import numpy as np
 
 from protocol.code import place_of
 from protocol.files import digest
+from protocol.options import ConfigError
 from protocol.text import num_of
 
 # A Dirichlet split that fails this often is practically impossible.
@@ -97,10 +98,11 @@ def dirichlet_partition(
         counts = np.diff(ends, axis=1, prepend=0)  # [K, N]
         if counts.sum(axis=0).min() >= min_size:
             return _deal(labels, counts.T, rng)
-    raise ValueError(
+    raise ConfigError(
+        "partition",
         f"partition = 'dirichlet': in {max_draws} draws with alpha = {alpha}, no draw gave each "
         f"of {num_clients} clients min-samples = {min_size} of {len(labels)} samples; raise "
-        "alpha, or lower min-samples or the number of clients"
+        "alpha, or lower min-samples or the number of clients",
     )
 
 
@@ -164,10 +166,11 @@ def classes_partition(
         holders[chosen] += 1
     for label, size, num_holders in zip(classes, class_sizes, holders, strict=True):
         if size < num_holders:
-            raise ValueError(
+            raise ConfigError(
+                "classes-per-client",
                 f"classes-per-client = {classes_per_client} for {num_of('client', num_clients)}: "
                 f"class {label} has {num_of('sample', size)} for the {num_holders} clients that "
-                "hold it; lower one of them"
+                "hold it; lower one of them",
             )
     return _deal(labels, _levelled_counts(holds, class_sizes), rng)
 
@@ -233,33 +236,37 @@ def shards_partition(
 def check_num_clients(num_samples: int, num_clients: int) -> None:
     """ValueError unless each client can have a sample."""
     if not 1 <= num_clients <= num_samples:
-        raise ValueError(
+        raise ConfigError(
+            "num-clients",
             f"num-clients = {num_clients}: expected 1 to {num_samples}, the number of samples "
-            "to split"
+            "to split",
         )
 
 
 def check_dirichlet(num_samples: int, num_clients: int, min_size: int) -> None:
     """ValueError if there are too few samples for `min_size` each."""
     if min_size * num_clients > num_samples:
-        raise ValueError(
+        raise ConfigError(
+            "min-samples",
             f"min-samples = {min_size} for {num_of('client', num_clients)} needs "
-            f"{min_size * num_clients} samples, but there are {num_samples}; lower one of them"
+            f"{min_size * num_clients} samples, but there are {num_samples}; lower one of them",
         )
 
 
 def check_classes(num_classes: int, num_clients: int, classes_per_client: int) -> None:
     """ValueError if clients cannot hold that many classes, or no client would hold some class."""
     if not 1 <= classes_per_client <= num_classes:
-        raise ValueError(
+        raise ConfigError(
+            "classes-per-client",
             f"classes-per-client = {classes_per_client}: expected 1 to {num_classes}, the "
-            "number of classes in the data"
+            "number of classes in the data",
         )
     if num_clients * classes_per_client < num_classes:
-        raise ValueError(
+        raise ConfigError(
+            "classes-per-client",
             f"classes-per-client = {classes_per_client} for {num_of('client', num_clients)} leaves "
             f"some of the {num_classes} classes without a client; expected at least "
-            f"{math.ceil(num_classes / num_clients)}"
+            f"{math.ceil(num_classes / num_clients)}",
         )
 
 
@@ -267,10 +274,11 @@ def check_shards(num_samples: int, num_clients: int, shards_per_client: int) -> 
     """ValueError if a shard would be empty."""
     check_num_clients(num_samples, num_clients)
     if not 1 <= shards_per_client <= num_samples // num_clients:
-        raise ValueError(
+        raise ConfigError(
+            "shards-per-client",
             f"shards-per-client = {shards_per_client} for {num_of('client', num_clients)}: "
             f"expected 1 to {num_samples // num_clients}, so that no shard of {num_samples} "
-            "samples is empty"
+            "samples is empty",
         )
 
 

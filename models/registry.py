@@ -18,6 +18,7 @@ from models.squeezenet import squeezenet
 from models.staged import Stage, StagedModel, Trunk
 from protocol.code import place_of
 from protocol.models import IMAGE_SIZES, MODELS
+from protocol.options import ConfigError
 from protocol.packing import DTYPES
 
 PROJECTION_TAILS: dict[str, Callable[[], nn.Module]] = {
@@ -72,18 +73,24 @@ def build_model(
     the classifier reads the first half. "none" adds one to resnet50 alone, "mlp".
     """
     if name not in MODELS:
-        raise ValueError(f"model = {name!r}: expected one of {', '.join(MODELS)}")
+        raise ConfigError("model", f"model = {name!r}: expected one of {', '.join(MODELS)}")
     spec = MODELS[name]
     if channels not in (1, 3):
-        raise ValueError(f"channels = {channels!r}: {name} takes images of 1 or 3 channels")
+        raise ConfigError(
+            "channels", f"channels = {channels!r}: {name} takes images of 1 or 3 channels"
+        )
     if image_size not in IMAGE_SIZES:
-        raise ValueError(f"image-size = {image_size!r}: {name} takes squares of 28 to 64 pixels")
+        raise ConfigError(
+            "image-size", f"image-size = {image_size!r}: {name} takes squares of 28 to 64 pixels"
+        )
     if num_classes < 2:
-        raise ValueError(f"num-classes = {num_classes!r}: a classifier needs at least 2 classes")
+        raise ConfigError(
+            "num-classes", f"num-classes = {num_classes!r}: a classifier needs at least 2 classes"
+        )
     spec.check(name, norm, width)
     if projection not in ("none", "gaussian", *PROJECTION_TAILS):
         allowed = ", ".join([*PROJECTION_TAILS, "gaussian"])
-        raise ValueError(f"projection = {projection!r}: expected none, {allowed}")
+        raise ConfigError("projection", f"projection = {projection!r}: expected none, {allowed}")
 
     input_shape = (channels, image_size, image_size)
     options: list[object] = [NORMS[spec.norm_layer(norm)]] if spec.norms else []
@@ -122,7 +129,9 @@ def _trunk_of(name: str, input_shape: tuple[int, int, int], *options: object) ->
     output would not be what methods read under its name.
     """
     if name not in BUILDERS:
-        raise ValueError(f"model = {name!r} is in MODELS, but not in BUILDERS: models/registry.py")
+        raise ConfigError(
+            "model", f"model = {name!r} is in MODELS, but not in BUILDERS: models/registry.py"
+        )
     build = BUILDERS[name]
     try:
         trunk = build(input_shape, *options)

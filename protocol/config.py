@@ -24,6 +24,7 @@ from protocol.catalogue import method_names, method_spec
 from protocol.files import STATE_FILE, full_path
 from protocol.models import IMAGE_SIZES, MODELS
 from protocol.options import (
+    ConfigError,
     Constraint,
     OptionValue,
     any_text,
@@ -322,36 +323,40 @@ class RoundsConfig:
             return f"min-replies = {self.min_replies}"
         return f"aggregation = {self.aggregation!r} needs {self.fewest_replies}"
 
-    def aggregation_problem(self, num_clients: int) -> str:
-        """Why `aggregation` tolerates no malicious client among so few; "" if it does."""
+    def aggregation_problem(self, num_clients: int) -> ConfigError | None:
+        """Why `aggregation` tolerates no malicious client among so few; None if it does."""
         needed = 2 * self.num_malicious + 3
         if self.aggregation in ("krum", "multi-krum") and num_clients < needed:
-            return (
+            return ConfigError(
+                "num-malicious",
                 f"num-malicious = {self.num_malicious}: {self.aggregation} needs "
-                f"2 * {self.num_malicious} + 3 = {needed} clients a round, there are {num_clients}"
+                f"2 * {self.num_malicious} + 3 = {needed} clients a round, there are {num_clients}",
             )
         if self.aggregation != "mean" and num_clients < MIN_ROBUST_REPLIES:
-            return (
+            return ConfigError(
+                "aggregation",
                 f"aggregation = {self.aggregation!r}: needs {MIN_ROBUST_REPLIES} clients a round, "
-                f"there are {num_clients}"
+                f"there are {num_clients}",
             )
         if self.aggregation == "trimmed-mean" and int(self.trim_fraction * num_clients) == 0:
-            return (
+            return ConfigError(
+                "trim-fraction",
                 f"trim-fraction = {self.trim_fraction:g}: of "
                 f"{num_of('client', num_clients)} a round it trims none; expected at least "
-                f"{math.ceil(1000 / num_clients) / 1000:g}"
+                f"{math.ceil(1000 / num_clients) / 1000:g}",
             )
-        return ""
+        return None
 
     def check_cohort(self, cohort: int) -> None:
         """ValueError, one line, if a round of this number of clients cannot be aggregated."""
         if problem := self.aggregation_problem(cohort):
-            raise ValueError(problem)
+            raise problem
         if self.min_replies > cohort:
-            raise ValueError(
+            raise ConfigError(
+                "min-replies",
                 f"min-replies = {self.min_replies}: only "
                 f"{num_of('client trains', cohort, 'clients train')} in a round; lower it, "
-                "or raise fraction-train"
+                "or raise fraction-train",
             )
 
 
@@ -491,11 +496,14 @@ def refuse_unknown(what: str, name: str, allowed: list[str], method: str = "") -
         hint = f"; did you mean {near}?"
     else:
         hint = did_you_mean(name, table or allowed) or "."
+    key = name if what == "config key" else what
     shown = table if len(allowed) > max_shown and table else allowed
     if len(shown) > max_shown:
         more = " `keel keys` lists all." if hint == "." else ""
-        raise ValueError(f"{what} = {name!r} is unknown{hint}{more}")
-    raise ValueError(f"{what} = {name!r} is unknown{hint} Allowed: {', '.join(sorted(shown))}")
+        raise ConfigError(key, f"{what} = {name!r} is unknown{hint}{more}")
+    raise ConfigError(
+        key, f"{what} = {name!r} is unknown{hint} Allowed: {', '.join(sorted(shown))}"
+    )
 
 
 def resolve_config(overrides: Mapping[str, OptionValue]) -> RunConfig:
@@ -535,7 +543,7 @@ def _parse(flat: FlatConfig) -> RunConfig:
     model, train = parse_options(ModelConfig, flat), parse_options(TrainConfig, flat)
     privacy = parse_options(PrivacyConfig, flat, prefix="privacy.")
     if data.channels == 2:
-        raise ValueError("channels = 2: expected 0 (the source's own), 1 or 3")
+        raise ConfigError("channels", "channels = 2: expected 0 (the source's own), 1 or 3")
     config = RunConfig(rounds, data, model, train, privacy, flat)
     for name in ("resume", "output-dir", "data-dir"):
         if not flat[name]:
@@ -543,9 +551,10 @@ def _parse(flat: FlatConfig) -> RunConfig:
         path = Path(os.path.expanduser(str(flat[name])))  # pathlib's raises for an unknown user
         is_run_name = name == "resume" and len(path.parts) == 1
         if not path.is_absolute() and not is_run_name:
-            raise ValueError(
+            raise ConfigError(
+                name,
                 f"{name} = {str(flat[name])!r}: expected an absolute path, because a Flower run "
-                f"has a working directory of its own; from here it would be {path.absolute()}"
+                f"has a working directory of its own; from here it would be {path.absolute()}",
             )
     return config
 
@@ -576,19 +585,21 @@ def _check_table(config: RunConfig, name: str, options: type[Any]) -> None:
     allowed = [prefix + key for key in keys_of(options)]
     for key, value in config.flat.items():
         if key.startswith(prefix) and key not in allowed:
-            raise ValueError(
+            raise ConfigError(
+                key,
                 f"{key} = {value!r}: {name} has no such option, so it would have no effect; remove "
                 f"it from [tool.flwr.app.config.{name}] in pyproject.toml, or declare it in the "
-                f"class; options: {', '.join(allowed) or 'none'}"
+                f"class; options: {', '.join(allowed) or 'none'}",
             )
 
 
 def _validate_names(config: RunConfig) -> None:
     rounds, model = config.rounds, config.model
     if config.train.cuda_graphs and config.train.compile:
-        raise ValueError(
+        raise ConfigError(
+            "compile",
             "compile = true: cuda-graphs = true records the steps of a network that is not "
-            "compiled; leave out compile or cuda-graphs"
+            "compiled; leave out compile or cuda-graphs",
         )
     refuse_unknown("method", rounds.method, list(method_names()))
     refuse_unknown("server-optimizer", rounds.server_optimizer, list(SERVER_OPTIMIZERS))
@@ -608,30 +619,35 @@ def _validate_method(config: RunConfig) -> None:
     has_batch_norm = MODELS[model.model].norm_layer(model.norm) == "batch"
     remedy = MODELS[model.model].without_batch_norm(model.model)
     if 0 < epsilon < SMALLEST_EPSILON:
-        raise ValueError(
+        raise ConfigError(
+            "privacy.epsilon",
             f"privacy.epsilon = {epsilon}: expected 0 (no noise) or at least {SMALLEST_EPSILON:g}; "
-            "with less, the noise would hide every update"
+            "with less, the noise would hide every update",
         )
     if epsilon >= 1:
-        raise ValueError(
+        raise ConfigError(
+            "privacy.epsilon",
             f"privacy.epsilon = {epsilon}: the Gaussian mechanism's formula needs a number below 1 "
-            "for one release; 0 turns noise and clipping off"
+            "for one release; 0 turns noise and clipping off",
         )
     if epsilon and not method.supports_privacy:
         able = [other for other in method_names() if method_spec(other).supports_privacy]
-        raise ValueError(
+        raise ConfigError(
+            "privacy.epsilon",
             f"privacy.epsilon = {epsilon}: method {name} sends nothing that is clipped and noised; "
-            f"expected 0, or one of the methods {', '.join(able)}"
+            f"expected 0, or one of the methods {', '.join(able)}",
         )
     if has_batch_norm and not method.supports_batch_norm:
-        raise ValueError(
+        raise ConfigError(
+            "model",
             f"model = {model.model!r} with BatchNorm: under {name} nobody updates the shared "
-            f"model's running statistics, which would stay 0 and 1; {remedy}"
+            f"model's running statistics, which would stay 0 and 1; {remedy}",
         )
     if epsilon and has_batch_norm:
-        raise ValueError(
+        raise ConfigError(
+            "privacy.epsilon",
             f"privacy.epsilon = {epsilon}: {model.model} with BatchNorm would send its statistics "
-            f"without noise; {remedy}"
+            f"without noise; {remedy}",
         )
     if not method.supports_server_optimizer:
         for key, value, plain in (
@@ -639,31 +655,37 @@ def _validate_method(config: RunConfig) -> None:
             ("aggregation", rounds.aggregation, "mean"),
         ):
             if value != plain:
-                raise ValueError(
+                raise ConfigError(
+                    key,
                     f"{key} = {value!r}: {name} has a server update of its own; {key} has to be "
-                    f"{plain} with it"
+                    f"{plain} with it",
                 )
     if not method.supports_weighting and rounds.weighting not in ("auto", method.default_weighting):
-        raise ValueError(
+        raise ConfigError(
+            "weighting",
             f"weighting = {rounds.weighting!r}: the server update of {name} is defined for "
             f"{method.default_weighting} weights; weighting has to be auto or "
-            f"{method.default_weighting}"
+            f"{method.default_weighting}",
         )
     term = server.client_term
     weight = getattr(server, term) if term else 0
     if weight and not method.is_local_objective:
-        raise ValueError(
-            f"{rounds.server_optimizer}.{term} = {weight}: {name} trains without the clients' term "
-            f"of {rounds.server_optimizer}; it has to be 0 with it"
+        key = f"{rounds.server_optimizer}.{term}"
+        raise ConfigError(
+            key,
+            f"{key} = {weight}: {name} trains without the clients' term of "
+            f"{rounds.server_optimizer}; it has to be 0 with it",
         )
     if config.client_models and not method.supports_mixed_architectures:
         able = [n for n in method_names() if method_spec(n).supports_mixed_architectures]
-        raise ValueError(
+        raise ConfigError(
+            "client-models",
             f"client-models = {model.client_models!r}: with {name} all clients train one network; "
-            f"leave the key out, or set method to {' or '.join(able)}"
+            f"leave the key out, or set method to {' or '.join(able)}",
         )
     if rounds.evaluate_clients == "none" and method.is_personal and not method.has_global_model:
-        raise ValueError(
+        raise ConfigError(
+            "evaluate-clients",
             f"evaluate-clients = 'none': {name} has no global model, so nothing would be "
-            "evaluated; it has to be auto, cohort or all"
+            "evaluated; it has to be auto, cohort or all",
         )

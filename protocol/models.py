@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from protocol.options import ConfigError
+
 IMAGE_SIZES = range(28, 64 + 1)  # pixels of a side that every model takes
 MAX_WIDTH = 1024  # channels of a first stage; the last has 8 times as many, or more
 
@@ -39,14 +41,17 @@ class ModelSpec:
         if norm and norm not in self.norms:
             allowed = " or ".join(n for n in self.norms if n)
             allowed = f"expected {allowed}" if allowed else "it has no norm layer"
-            raise ValueError(f"norm = {norm!r}: {name}: {allowed}; empty: its default")
+            raise ConfigError("norm", f"norm = {norm!r}: {name}: {allowed}; empty: its default")
         if width and not self.width:
             able = ", ".join(n for n, spec in MODELS.items() if spec.width)
-            raise ValueError(f"width = {width}: {name} has one width: expected 0 (or {able})")
+            raise ConfigError(
+                "width", f"width = {width}: {name} has one width: expected 0 (or {able})"
+            )
         if width % 4 or width > MAX_WIDTH:
-            raise ValueError(
+            raise ConfigError(
+                "width",
                 f"width = {width}: expected a multiple of 4 up to {MAX_WIDTH}, or 0 for "
-                f"{name}'s {self.width}"
+                f"{name}'s {self.width}",
             )
 
 

@@ -26,6 +26,17 @@ T = TypeVar("T")
 MAX_INTEGER = 2**63 - 1  # of a value: what Flower sends, and more than anything counts to
 
 
+class ConfigError(ValueError):
+    """A value of the config that is refused. key: the config key; message: one line, for users."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(key, message)
+        self.key, self.message = key, message
+
+    def __str__(self) -> str:
+        return self.message
+
+
 @dataclass(frozen=True)
 class Constraint:
     """Which values an option accepts. choices: their names, where they have any."""
@@ -182,13 +193,16 @@ def parse_options(cls: type[T], values: Mapping[str, OptionValue], prefix: str =
         key = prefix + own_key
         if key not in values:
             table = f".{prefix[:-1]}" if prefix else ""
-            raise ValueError(
+            raise ConfigError(
+                key,
                 f"{key} is missing from the config: expected {constraint.describe(expected)}; give "
-                f"its default under [tool.flwr.app.config{table}] in pyproject.toml"
+                f"its default under [tool.flwr.app.config{table}] in pyproject.toml",
             )
         value = values[key]
         if type(value) is int and abs(value) > MAX_INTEGER:  # it may be too large for a float
-            raise ValueError(f"{key} = {value!r:.40}: expected a number between -2^63 and 2^63")
+            raise ConfigError(
+                key, f"{key} = {value!r:.40}: expected a number between -2^63 and 2^63"
+            )
         if expected is float and type(value) is int:
             value = float(value)
         if type(value) is expected and constraint.holds(value):
@@ -198,7 +212,9 @@ def parse_options(cls: type[T], values: Mapping[str, OptionValue], prefix: str =
         if type(value) is not expected:
             if type_names[expected] not in allowed and expected is not float:
                 allowed = f"{type_names[expected]} ({allowed})"
-            raise ValueError(f"{key} = {value!r}: expected {allowed}, not {type(value).__name__}")
+            raise ConfigError(
+                key, f"{key} = {value!r}: expected {allowed}, not {type(value).__name__}"
+            )
         hint = did_you_mean(str(value), constraint.choices)
-        raise ValueError(f"{key} = {value!r}: expected {allowed}{hint}")
+        raise ConfigError(key, f"{key} = {value!r}: expected {allowed}{hint}")
     return cls(**parsed)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from protocol.options import at_least, between, more_than, one_of, option
+from protocol.options import ConfigError, at_least, between, more_than, one_of, option
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,10 @@ class FedAdamOptions(ServerOptimizerOptions):
     def __post_init__(self) -> None:
         """Refuse a second moment that never moves from Flower's 0."""
         if self.form == "flower" and self.beta2 == 1:
-            raise ValueError(
+            raise ConfigError(
+                "fedadam.beta2",
                 "fedadam.beta2 = 1.0 with fedadam.form = 'flower': the bias correction makes the "
-                "learning rate 0; use a value below 1, or fedadam.form = 'paper'"
+                "learning rate 0; use a value below 1, or fedadam.form = 'paper'",
             )
 
 

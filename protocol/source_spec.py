@@ -7,7 +7,7 @@ holds one reader for each name.
 import os
 from pathlib import Path
 
-from protocol.options import did_you_mean
+from protocol.options import ConfigError, did_you_mean
 
 SOURCE_NAMES = (
     "digits",
@@ -31,13 +31,14 @@ def parse_source(spec: str) -> tuple[str, Path | None]:
     name = f"{kind}:PATH" if colon else kind
     if name not in SOURCE_NAMES or (colon and not location):
         names, hint = ", ".join(SOURCE_NAMES), did_you_mean(name, SOURCE_NAMES)
-        raise ValueError(f"source = {spec!r}: expected one of {names}{hint}")
+        raise ConfigError("source", f"source = {spec!r}: expected one of {names}{hint}")
     if not colon:
         return name, None
     path = Path(os.path.expanduser(location))  # pathlib's raises for an unknown user
     if not path.is_absolute():
-        raise ValueError(
+        raise ConfigError(
+            "source",
             f"source = {spec!r}: PATH must be absolute, because a Flower run has its own working "
-            f"directory; from the current directory it is {kind}:{path.absolute()}"
+            f"directory; from the current directory it is {kind}:{path.absolute()}",
         )
     return name, path

@@ -18,6 +18,7 @@ from typing import Any
 from protocol.code import is_installed
 from protocol.config import RoundsConfig, keel_home
 from protocol.files import write_atomically
+from protocol.options import ConfigError
 from protocol.text import in_one_line
 from server_app.history import HISTORY_FILE, Line, without_clients
 from server_app.observers import RunInfo, RunObserver, scalars
@@ -49,9 +50,10 @@ def check_trackers(rounds: RoundsConfig) -> None:
     for name in rounds.trackers:
         if not is_installed(name):
             package = {"mlflow": "mlflow-skinny alembic"}.get(name, name)
-            raise ValueError(
+            raise ConfigError(
+                "tracker",
                 f"tracker = {rounds.tracker!r}: the package {name} is not installed: pip install "
-                f"{package} (Keel's extra {name}), or set tracker=none"
+                f"{package} (Keel's extra {name}), or set tracker=none",
             )
 
 

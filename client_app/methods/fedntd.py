@@ -20,7 +20,7 @@ from torch import Tensor
 from client_app.objective import Batch, LocalObjective
 from models import StagedModel
 from protocol.config import RunConfig
-from protocol.options import at_least, more_than, option, true_or_false
+from protocol.options import ConfigError, at_least, more_than, option, true_or_false
 
 
 def not_true(z: Tensor, y: Tensor) -> Tensor:
@@ -62,9 +62,10 @@ class FedNTD(LocalObjective):
     def __post_init__(self) -> None:
         """Refuse the convex form where its weight of cross entropy, 1 - beta, is not positive."""
         if self.convex and self.beta >= 1:
-            raise ValueError(
+            raise ConfigError(
+                "fedntd.beta",
                 f"fedntd.beta = {self.beta!r} with fedntd.convex = true: cross entropy is weighted "
-                "by 1 - beta, so beta must be below 1; FedRCL's tables use 0.3"
+                "by 1 - beta, so beta must be below 1; FedRCL's tables use 0.3",
             )
 
     def warning(self, config: RunConfig, num_samples: Mapping[str, int]) -> str:

@@ -10,7 +10,7 @@ from protocol.config import (
     refuse_unknown,
     resolve_config,
 )
-from protocol.options import OptionValue, type_names
+from protocol.options import ConfigError, OptionValue, type_names
 
 MAX_MISTAKES = 5
 DECIDING_KEYS = {"preset", "method", "server-optimizer", "model"}  # which decide on the others
@@ -70,7 +70,7 @@ def typed_value(key: str, text: str, kind: type[OptionValue]) -> OptionValue:
 def checked_config(overrides: Mapping[str, OptionValue]) -> RunConfig:
     """The config of these overrides; ValueError, one line, naming several mistakes at once.
 
-    The key that an error begins with is set aside and the rest is checked again.
+    The key that an error names is set aside and the rest is checked again.
     """
     mistakes: list[str] = []
     rest = dict(overrides)
@@ -78,8 +78,8 @@ def checked_config(overrides: Mapping[str, OptionValue]) -> RunConfig:
         try:
             config = resolve_config(rest)
             break
-        except ValueError as error:
-            key = str(error).partition(" ")[0].rstrip(":")
+        except ConfigError as error:
+            key = error.key
             if key in overrides and key not in rest:  # due to the default that replaced a mistake
                 break
             mistakes.append(str(error))

@@ -10,7 +10,7 @@ from keel.experiments.recipe import Cell, Recipe
 from keel.experiments.runs import Options, Run, run_of
 from models import StagedModel
 from protocol.config import RunConfig, resolve_config
-from protocol.options import OptionValue
+from protocol.options import ConfigError, OptionValue
 from server_app.checks import keys_without_effect
 from server_app.simulated_roster import SimulatedRoster, check_simulated_roster
 from server_app.trackers import check_trackers
@@ -58,8 +58,10 @@ def check_recipe(
                 runs = [run_of(cell, candidate, s, options, output) for s in options.seeds]
                 check(cell, runs, {*cell.row.keys, *candidate})
             except (ValueError, OSError) as error:
-                place = f"{recipe.path}, {recipe.lines_of(cell, str(error))}"
-                if str(error).partition(" = ")[0] in options.changes:
+                key = "source" if isinstance(error, FileNotFoundError) else ""
+                key = error.key if isinstance(error, ConfigError) else key
+                place = f"{recipe.path}, {recipe.lines_of(cell, key)}"
+                if key in options.changes:
                     place = "--set"
                 names = f"{cell.row.name}; {cell.column.name}"
                 raise ValueError(f"{place} ({names}): {error}") from error
@@ -100,25 +102,30 @@ def check_model(config: RunConfig, num_clients: int, model: StagedModel) -> None
 def check_reading(cell: Cell, run: Run, config: RunConfig) -> None:
     """ValueError if the cell's number could not be read from this run."""
     if cell.at > run.paper_rounds:
-        raise ValueError(f"at = {cell.at}: expected at most {run.paper_rounds}, the last round")
+        raise ConfigError(
+            "at", f"at = {cell.at}: expected at most {run.paper_rounds}, the last round"
+        )
     take, num_rounds = cell.take, cell.at or run.paper_rounds
     if take.how in ("mean", "median") and take.number > num_rounds:
-        raise ValueError(
+        raise ConfigError(
+            "take",
             f"take = '{take.how} {take.number:g}': expected at most {num_rounds}, as the cell is "
-            f"read at round {num_rounds}"
+            f"read at round {num_rounds}",
         )
     if cell.take.is_time and config.privacy.withholds_metrics:
-        raise ValueError(
+        raise ConfigError(
+            "privacy.metrics",
             "privacy.metrics = 'withheld': clients send no seconds, but this recipe reads them; "
-            "'exact' sends them, outside the guarantee"
+            "'exact' sends them, outside the guarantee",
         )
     if cell.take.how == "seconds a round":
         return
     last, every = last_round_read(cell, run), config.rounds.evaluate_every
     if last % every and last < run.rounds:
-        raise ValueError(
+        raise ConfigError(
+            "at",
             f"at = {cell.at}: corresponds to round {last} of {run.rounds}, which "
-            f"evaluate-every = {every} skips: set evaluate-every to a divisor of {last}"
+            f"evaluate-every = {every} skips: set evaluate-every to a divisor of {last}",
         )
     method = method_of(config)
     evaluates = config.evaluated_clients != "none"
@@ -133,6 +140,6 @@ def check_reading(cell: Cell, run: Run, config: RunConfig) -> None:
         could = method.has_global_model and not config.privacy.withholds_metrics
         if cell.of == "local_global.mean" and could:
             found += "; it needs evaluate-clients = 'all' and a local-test-fraction above 0"
-        raise ValueError(
-            f"of = {cell.of!r}: with this config, {config.rounds.method} records {found}"
+        raise ConfigError(
+            "of", f"of = {cell.of!r}: with this config, {config.rounds.method} records {found}"
         )

@@ -153,9 +153,8 @@ class Recipe:
         sides = (claim.left, claim.right)
         return [(name, claim.place) if is_rows else (claim.place, name) for name in sides]
 
-    def lines_of(self, cell: Cell, message: str) -> str:
-        """`line N` of the key in a message `KEY = ...`; else the lines of the row and column."""
-        key = message.partition(" = ")[0]
+    def lines_of(self, cell: Cell, key: str) -> str:
+        """`line N` of this key; where the recipe does not set it, the cell's row and column."""
         for lines in (cell.row.lines, cell.column.lines, self.lines):
             if key in lines:
                 return f"line {lines[key]}"

@@ -434,7 +434,7 @@ def test_a_recipe_is_read_as_utf_8_wherever_it_is(tmp_path, monkeypatch):
         ("num-clients: 4", "num-clients: 2000", "line 3", "1 to 1438"),
         ("num-clients: 4", "lr: 0.1", "lines 8 and 5", "num-clients = 0"),
         ("two: {", "two: {tune: {fedprox.mu: [1, -2]}, ", "line 9", "fedprox.mu = -2"),
-        ("method: fedprox", "method: fedcka, fedcka.num-layers: 9", "line 9", "num-layers = 9"),
+        ("method: fedprox", "method: fedcka, fedcka.num-layers: 9", "lines 9 and 5", "num-layers = 9"),
         (
             "method: fedprox",
             "method: fedprox, of: personal.mean",
@@ -460,10 +460,10 @@ def test_a_recipe_is_read_as_utf_8_wherever_it_is(tmp_path, monkeypatch):
             "method: fedprox",
             "method: fedlc, fedlc.exclude-true: true, num-clients: 10, partition: classes, "
             "classes-per-client: 1",
-            "line 9",
+            "lines 9 and 5",
             "10 clients have samples of one class only",
         ),
-        ("method: fedprox", f"{RECO}, fedreco.split: x", "line 9", "has the stages"),
+        ("method: fedprox", f"{RECO}, fedreco.split: x", "lines 9 and 5", "has the stages"),
         (
             "method: fedprox",
             f"{RECO}, client-models: 'cnn-fedreco,resnet20'",
