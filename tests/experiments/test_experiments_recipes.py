@@ -434,7 +434,12 @@ def test_a_recipe_is_read_as_utf_8_wherever_it_is(tmp_path, monkeypatch):
         ("num-clients: 4", "num-clients: 2000", "line 3", "1 to 1438"),
         ("num-clients: 4", "lr: 0.1", "lines 8 and 5", "num-clients = 0"),
         ("two: {", "two: {tune: {fedprox.mu: [1, -2]}, ", "line 9", "fedprox.mu = -2"),
-        ("method: fedprox", "method: fedcka, fedcka.num-layers: 9", "lines 9 and 5", "num-layers = 9"),
+        (
+            "method: fedprox",
+            "method: fedcka, fedcka.num-layers: 9",
+            "lines 9 and 5",
+            "num-layers = 9",
+        ),
         (
             "method: fedprox",
             "method: fedprox, of: personal.mean",
