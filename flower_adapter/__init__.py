@@ -9,7 +9,7 @@ the installed Flower.
 This module is cheap to import and free of torch. The patched processes have a module each:
 
     superlink.py     flower-superlink that delivers a lost message again
-    reply_bounds.py  what that one accepts from a SuperNode
+    objects.py       whether a message has arrived whole
     supernode.py     flower-supernode that polls quickly and answers every message
     superexec.py     flower-superexec that forks ClientApps instead of starting a Python for each
     simulation.py    the way from the ServerApp of a simulation to its workers
@@ -20,11 +20,8 @@ This module is cheap to import and free of torch. The patched processes have a m
     registration.py  whether a SuperLink knows a client's key, without changing anything there
 """
 
-import itertools
-import logging
 import sys
 import threading
-import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeVar
@@ -55,7 +52,7 @@ from flwr.supercore.inflatable.inflatable_utils import (
 )
 from flwr.supercore.task_identity import TaskIdentity
 
-from protocol.text import in_one_line, num_of, printable
+from protocol.text import in_one_line
 
 # --- server and inline engine --------------------------------------------------------------------
 
@@ -69,11 +66,8 @@ CRASHED = (ErrorCode.CLIENT_APP_CRASHED, *UNDELIVERED)  # the ClientApp died on 
 # Keel's own: the process can no longer use the GPU and is to end (RESET_NEEDED is 100)
 GPU_LOST = 101
 TOO_LARGE = "more than the bound of"
-BOUND = "max-bytes="  # of a message's group id
 # of one of Flower's objects: it splits arrays into smaller ones
 MAX_OBJECT_BYTES = FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE + 2**20
-SAY_EVERY_S = 60.0
-log = logging.getLogger("keel.server")
 NotPushedError = ObjectPushError  # of `push_messages`: its session at the SuperLink has expired
 
 
@@ -95,113 +89,31 @@ def has_own_clients(grid: object) -> bool:
 def bound_superlink_retries(grid: object, seconds: float) -> None:
     """Let a deployment's grid retry while its SuperLink is out of reach, for this long, then raise.
 
-    Replaces two things in the grid's private retry invoker: its limit, as it retries forever, so
-    that a ServerApp whose SuperLink is gone would never end; and its rule to give up, at once, on
-    any error with "tls" or "ssl" in its text, such as a handshake that timed out, and on a 500,
-    such as a full disk gives. No public way. Does nothing in simulation.
+    Replaces the limit of the grid's private retry invoker, which retries forever, so that a
+    ServerApp whose SuperLink is gone would never end; and what `wait_out_time_outs` says. No public
+    way. Does nothing in simulation.
     """
-    invoker = getattr(grid, "_retry_invoker", None)
-    if invoker is None:
-        return
-    wait_out_time_outs(invoker)
-    invoker.max_time = seconds
-    invoke = invoker.invoke
-
-    def invoke_and_explain(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return invoke(*args, **kwargs)
-        except Exception as error:
-            if reason := failure_of(error):
-                raise SuperLinkError(f"{reason}, for {num_of('second', seconds)}") from None
-            raise
-
-    invoker.invoke = invoke_and_explain
-
-
-class SuperLinkError(RuntimeError):
-    """The SuperLink answers only that it has failed, or its certificate has expired."""
-
-
-def failure_of(error: Exception) -> str:
-    """What a SuperLink says of its own failure (HTTP 500 to 599), or that its certificate expired.
-
-    "" for any other error.
-    """
-    if "certificate has expired" in str(error):
-        return (
-            "the SuperLink's certificate has expired: renew it with `keel deploy credentials "
-            "--renew` and restart the SuperLink"
-        )
-    response = getattr(error, "response", None)
-    if response is None or response.status_code < 500:
-        return ""
-    try:
-        answer = response.json()
-        texts = [str(answer["detail"]), str(answer.get("extra", ""))]
-    except (ValueError, TypeError, KeyError, AttributeError):
-        texts = [f"status {response.status_code}"]
-    return "the SuperLink has failed: " + ": ".join(filter(None, texts))
+    if invoker := getattr(grid, "_retry_invoker", None):
+        wait_out_time_outs(invoker).max_time = seconds
 
 
 def wait_out_time_outs(invoker: Any) -> Any:
-    """Flower's retry invoker for HTTP, which now retries what `bound_superlink_retries` says."""
+    """Flower's retry invoker for HTTP, which also retries after time-outs and failures.
+
+    Replaces its rule to give up at once on any error with "tls" or "ssl" in its text, such as a
+    handshake that timed out, and on a status of 500 and above. No public way.
+    """
     gives_up = invoker.should_giveup
-    said_at = float("-inf")
 
     def should_give_up(error: Exception) -> bool:
-        nonlocal said_at
         response = getattr(error, "response", None)
-        reason = failure_of(error)
-        if reason and time.monotonic() - said_at > SAY_EVERY_S:
-            said_at = time.monotonic()
-            log.warning("%s; trying again", reason)
         if response is None:
-            is_refused = "certificate" in str(error).lower()
-            return is_refused and not reason  # another's, which no waiting mends
+            text = str(error).lower()
+            return "certificate" in text and "has expired" not in text  # it may be renewed
         return response.status_code < 500 and bool(gives_up(error))
 
     invoker.should_giveup = should_give_up
     return invoker
-
-
-def watch_superlink(grid: object, min_s: float) -> tuple[Callable[[], float], Callable[[], float]]:
-    """Two functions that measure, in seconds, when a deployment's SuperLink answers no request.
-
-    The first returns how long the present silence has lasted, the second the sum of those that have
-    ended since its last call and lasted more than `min_s` each.
-
-    Replaces the `invoke` of the grid's private retry invoker, through which every request goes. No
-    public way. Always 0 in simulation.
-    """
-    invoker = getattr(grid, "_retry_invoker", None)
-    if invoker is None:
-        return lambda: 0.0, lambda: 0.0
-    invoke, numbers = invoker.invoke, itertools.count()
-    open_since: dict[int, float] = {}
-    ended: list[float] = []  # seconds of each silence
-    answered_at = float("-inf")
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        nonlocal answered_at
-        number = next(numbers)
-        open_since[number] = time.monotonic()
-        try:
-            return invoke(*args, **kwargs)
-        finally:
-            before, answered_at = answered_at, time.monotonic()
-            silence_s = answered_at - max(open_since.pop(number), before)
-            if silence_s > min_s:
-                ended.append(silence_s)
-
-    def silent_s() -> float:
-        oldest = min(list(open_since.values()), default=None)
-        return 0.0 if oldest is None else time.monotonic() - max(oldest, answered_at)
-
-    def take_silence_s() -> float:
-        return sum(ended.pop() for _ in range(len(ended)))
-
-    invoker.invoke = watched
-    return silent_s, take_silence_s
 
 
 class BoundedPull:
@@ -239,8 +151,7 @@ def inflate_or_fail(object_id: str, object_contents: dict[str, bytes], **options
     """`inflate_object_from_contents` of a grid's module; an error for a reply that is damaged.
 
     Replaces it: Flower raises, and so loses the other replies of the same request, which it has
-    already confirmed. This still raises if the message itself is damaged; Keel's SuperLink refuses
-    such a reply. No public way.
+    already confirmed. No public way.
     """
     root = object_contents[object_id]  # inflating removes it
     try:
@@ -272,34 +183,6 @@ def bound_pulls(grid: object, max_bytes: int) -> None:
         inflate = inflate_object_from_contents
         replace(module, "inflate_object_from_contents", inflate_or_fail, inflate)
     module.pull_objects.max_bytes = max(module.pull_objects.max_bytes, max_bytes)
-
-
-def bound_reply(message: Message, max_bytes: int) -> None:
-    """State how many bytes a reply to `message` may have; Keel's SuperLink refuses a larger one.
-
-    In the message's group id: the only field, apart from the content, that a sender may choose.
-    """
-    message.metadata.group_id = f"{BOUND}{max_bytes}"
-
-
-def reply_bound(group_id: str) -> int | None:
-    """Inverse of `bound_reply`; None if the message states none."""
-    number = group_id.removeprefix(BOUND)
-    return int(number) if group_id.startswith(BOUND) and number.isdecimal() else None
-
-
-def ends_run(error: Exception) -> bool:
-    """Whether a grid's error means that the SuperLink, or the run there, is gone for good.
-
-    Flower's grid lets errors of its HTTP library through, and one of its own for a run that ended.
-    """
-    is_gone = isinstance(error, SuperLinkError) or type(error).__name__ == "RunNotRunningException"
-    return is_http_error(error) or is_gone
-
-
-def is_http_error(error: Exception) -> bool:
-    """Whether an error is one of Flower's HTTP library."""
-    return type(error).__module__.partition(".")[0] == "httpx"
 
 
 def begin_task(run_id: int) -> None:
@@ -342,22 +225,6 @@ def on_process_exit(function: Any) -> None:
 # --- deployment ------------------------------------------------------------------------------
 
 superlink_unavailable = "Connection to the SuperLink is unavailable"  # printed by `flwr`
-MAX_LOG_CHARS = 2000
-
-
-def log_in_one_line() -> None:
-    """Let Flower log every message in one line of bounded length, without control characters.
-
-    It logs what peers send unchanged: hashes, keys and types of messages, of any length. No public
-    way.
-    """
-
-    def make_safe(record: logging.LogRecord) -> bool:
-        record.msg, record.args = printable(record.getMessage()[:MAX_LOG_CHARS]), ()
-        return True
-
-    logging.getLogger("flwr").addFilter(make_safe)
-
 
 # Between a ClientApp's process and the resident worker, messages travel as Flower's own protobuf.
 # Uses: flwr.common.serde and flwr.proto. Public way: none; flwr.app's types do not serialise.

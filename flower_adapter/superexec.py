@@ -10,11 +10,6 @@ heartbeat. Why: if none arrives within 30 seconds, the SuperLink lets another Se
 on a busy machine each takes longer. Both kinds of process install the run's app only if it is
 whole: app_install.py.
 
-While a process that it has started is stopped (SIGSTOP), the executor sends its heartbeats, for ten
-minutes at most. Why: after a minute without, a SuperNode answers a ClientApp's message with an
-error, and the client misses the round; after three, a SuperLink ends a ServerApp's run. Uses
-Flower's client of the Runtime API. Public way: none.
-
 Replaces `make_simple_http_retry_invoker` there. Why: at a SuperLink that hangs, Flower's executor
 ends, and the ServerApp with it. And where a secret is refused, it ends without a word. Public way:
 none.
@@ -25,9 +20,8 @@ import random
 import signal
 import subprocess
 import sys
-import time
 import traceback
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any
 
 import flwr.supercore.superexec.run_superexec as run_superexec
@@ -50,28 +44,9 @@ from flower_adapter.app_install import install_to_run
 from protocol.processes import end_with_parent
 from protocol.text import in_one_line
 
-BEAT_EVERY_S = 15.0
-MAX_STOPPED_S = 600.0  # of a process, for which its heartbeats are sent
-
-
-@dataclass
-class Stopped:
-    """A child that is stopped: since when, and when its next heartbeat is due."""
-
-    since: float
-    beat_at: float
-
 
 class ForkingExecutor(SubprocessExecutor):
-    """Runs ClientApps in forks of this process, which has no threads; the rest as Flower's.
-
-    specs: of the children, by process id. stopped: those that are.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.specs: dict[int, ExecutionSpec] = {}
-        self.stopped: dict[int, Stopped] = {}
+    """Runs ClientApps in forks of this process, which has no threads; the rest as Flower's."""
 
     def launch(self, spec: ExecutionSpec) -> LaunchResult:
         """Start the process of one task."""
@@ -79,7 +54,7 @@ class ForkingExecutor(SubprocessExecutor):
         if spec.runtime_dependency_install or spec.task_type not in own_types:
             return super().launch(spec)
         if spec.task_type == TaskType.SERVER_APP:
-            self.specs[subprocess.Popen(server_app_command(spec)).pid] = spec
+            subprocess.Popen(server_app_command(spec))
             send_heartbeat(spec)
             return LaunchResult.accepted()
         sys.stdout.flush()
@@ -93,30 +68,17 @@ class ForkingExecutor(SubprocessExecutor):
                 traceback.print_exc()
             finally:
                 os._exit(status)  # never return into the parent's loop
-        self.specs[pid] = spec
         return LaunchResult.accepted()
 
     def reconcile(self) -> None:
-        """Reap the children that have ended; send the heartbeats of those that are stopped."""
-        now = time.monotonic()
-        try:
-            while (found := os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED))[0]:
-                pid, status = found
-                self.stopped.pop(pid, None)
-                if os.WIFSTOPPED(status):
-                    self.stopped[pid] = Stopped(now, now)
-                elif not os.WIFCONTINUED(status):
-                    self.specs.pop(pid, None)
-        except ChildProcessError:
-            pass
-        for pid, stopped in self.stopped.items():
-            if pid in self.specs and stopped.beat_at <= now < stopped.since + MAX_STOPPED_S:
-                send_heartbeat(self.specs[pid])
-                stopped.beat_at = now + BEAT_EVERY_S
+        """Reap the children that have ended."""
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
 
 
 def send_heartbeat(spec: ExecutionSpec) -> None:
-    """One heartbeat of a task, in its process's place; if it fails, the next may arrive."""
+    """The first heartbeat of a task, in its process's place; if it fails, the next may arrive."""
     client = RuntimeHttpClient.from_server_address(
         server_address=spec.runtime_api_address,
         insecure=spec.insecure,

@@ -16,23 +16,14 @@ reply when it answers the ServerApp's request, and delivers one whose arrays are
 for which the ServerApp then waits. Here a reply is delivered once it is complete, and again until
 the ServerApp confirms it.
 
-Replaces `validate_message` of `runtime_handlers`. Why: if messages have expired while the SuperLink
-was away, Flower answers the ServerApp with an error that looks like one of the SuperLink's own, and
-the ServerApp sends them again and again. Here they are refused, and it sends new ones.
+Replaces `message_handler.push_messages`. Why: Flower compares the node of a request with its key,
+but stores the message in it under any other node's name. Here a node replies in its own name only.
 
-Replaces `SqlLinkState`. Why: Flower measures heartbeats by the clock, so that a SuperLink that was
-stopped, or away, for more than a minute fails every run and regards every node as gone; so does one
-whose clock is set forward. Here both have another minute to be heard once it is back.
+Replaces `SqlLinkState`. Why: a SuperLink that was stopped, or away, for more than a minute fails
+every run and regards every node as gone. Here both have another minute to be heard once it is back.
 
-Replaces `GRPC_MAX_MESSAGE_LENGTH` of the Fleet API, 2 GiB. Why: the SuperLink holds what a client
-sends at once in memory. No object of Flower's is larger than `MAX_OBJECT_BYTES`; one of up to twice
-that arrives, so that its sender can be named.
-
-Replaces `NodeAuthServerInterceptor`. Why: Flower lets any key, registered or not, announce the node
-of another key as connected, and then waits for that node. It also parses a request of any size
-before it checks the key: one of 12 MiB can take 600 MiB of memory. A key or time
-that cannot be parsed is an error inside the SuperLink, with a traceback in its log. Here the call
-is refused, with one line in the log.
+Replaces `GRPC_MAX_MESSAGE_LENGTH` of the Fleet API, 2 GiB. Why: the SuperLink holds a request in
+memory before it checks the key. No object of Flower's is larger than `MAX_OBJECT_BYTES`.
 
 Replaces `HEARTBEAT_PATIENCE` of tasks. Why: Flower ends the run of a ServerApp that was stopped for
 a minute. Here it has three.
@@ -41,8 +32,6 @@ Replaces `get_middleware` of Flower's `extensions` for `--simulation`. Why: that
 accounts, so any user of the machine could start runs there, with the rights of the user who started
 it. Here it answers only that user's processes.
 
-What it accepts from SuperNodes, and what it does with a full disk: reply_bounds.py.
-
 Needs `--database`: with any other state, this is Flower's SuperLink.
 """
 
@@ -50,15 +39,12 @@ import logging
 import os
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import grpc
 from flwr.app import Message
 from flwr.common.constant import (
     HEARTBEAT_DEFAULT_INTERVAL,
@@ -66,24 +52,24 @@ from flwr.common.constant import (
     SUPERLINK_NODE_ID,
     Status,
 )
-from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest, PullMessagesResponse
+from flwr.proto.fleet_pb2 import (
+    PullMessagesRequest,
+    PullMessagesResponse,
+    PushMessagesRequest,
+    PushMessagesResponse,
+)
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ConfirmMessageReceivedResponse
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse
 from flwr.proto.task_pb2 import Task
 from flwr.server.superlink.fleet.grpc_rere import fleet_servicer
-from flwr.server.superlink.fleet.grpc_rere.node_auth_server_interceptor import (
-    NodeAuthServerInterceptor,
-)
 from flwr.server.superlink.fleet.message_handler import message_handler
 from flwr.server.superlink.linkstate import LinkState, linkstate_factory
 from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
-from flwr.server.utils.validator import validate_message
 from flwr.supercore.constant import NodeStatus
 from flwr.supercore.corestate import sql_corestate
 from flwr.supercore.date import now
 from flwr.supercore.grpc import GRPC_MAX_MESSAGE_LENGTH
-from flwr.supercore.object_store import ObjectStore, object_store_factory
-from flwr.supercore.object_store.sql_object_store import SqlObjectStore
+from flwr.supercore.object_store import ObjectStore
 from flwr.supercore.state.schema.corestate_models import Task as TaskRow
 from flwr.supercore.state.schema.linkstate_models import MessageIns, MessageRes, Node
 from flwr.supercore.utils import int64_to_uint64, uint64_to_int64
@@ -91,85 +77,53 @@ from flwr.superlink import extensions
 from flwr.superlink.cli.flower_superlink import flower_superlink
 from flwr.superlink.servicer.runtime import runtime_handlers
 from sqlalchemy import exists, select, update
-from sqlalchemy.exc import SQLAlchemyError
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from flower_adapter import MAX_OBJECT_BYTES, FlowerChanged, log_in_one_line, replace
-from flower_adapter.reply_bounds import (
-    BoundedReplies,
-    FlatObjectStore,
-    accept_reply,
-    confirm_message,
-    confirm_own,
-    is_complete,
-    push_messages,
-)
+from flower_adapter import MAX_OBJECT_BYTES, FlowerChanged, replace
+from flower_adapter.objects import is_complete
 
 log = logging.getLogger("keel.superlink")
 max_redeliveries = 3  # of one message: one that never arrives whole must not block its node
 patience_s = float(HEARTBEAT_PATIENCE * HEARTBEAT_DEFAULT_INTERVAL)
 task_patience = 3 * HEARTBEAT_PATIENCE  # heartbeats that a ServerApp may miss
-absence_s = 5.0  # a gap this long between two ticks: the process was stopped
-tick_s = 1.0
-MAX_REQUEST_BYTES = 2**20  # enough to announce a reply of 15,000 objects
+min_absence_s = 10.0  # without a request: SuperNodes ask every few seconds
 pull_messages = message_handler.pull_messages
+push_messages = message_handler.push_messages
 pull_replies = runtime_handlers.pull_messages
 confirm_reply = runtime_handlers.confirm_message_received
 
 
-@dataclass
 class Redelivery:
-    """Makes undelivered messages new again. All of its memory could be read from the database.
+    """Makes undelivered messages new again.
 
-    idle: nodes that have answered everything and were sent nothing since; most requests are theirs.
-    counts: redeliveries of each message that its node has not answered yet, by node.
+    counts: redeliveries by message. A restart may forget them.
     """
 
-    idle: set[int] = field(default_factory=set)
-    counts: dict[int, dict[str, int]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
 
     def pull_messages(
         self, request: PullMessagesRequest, state: LinkState, store: ObjectStore
     ) -> PullMessagesResponse:
         """As Flower's, after messages that did not reach this node were made new again."""
-        node = request.node.node_id
-        if isinstance(state, SqlLinkState) and node not in self.idle:
-            self.idle.add(node)  # first: the same node's next request may already be under way
-            try:
-                self.renew(node, state, store)
-            except SQLAlchemyError as error:  # the node's next request tries again
-                self.idle.discard(node)
-                log.warning("looking for undelivered messages failed: %s", error)
-        try:
-            response = pull_messages(request=request, state=state, store=store)
-        except BaseException:  # it may have marked a message as delivered already
-            self.idle.discard(node)
-            raise
-        if response.messages_list:
-            self.idle.discard(node)
-        return response
+        if isinstance(state, SqlLinkState):
+            self.renew(request.node.node_id, state, store)
+        return pull_messages(request=request, state=state, store=store)
 
     def renew(self, node: int, state: SqlLinkState, store: ObjectStore) -> None:
         """Mark as undelivered what was sent to this node and has not arrived."""
-        runs = unanswered(node, state)
-        if runs:
-            self.idle.discard(node)
-        before = self.counts.pop(node, {})
-        counts = {message: before[message] for message in runs if message in before}
-        for message, run in runs.items():
+        for message, run in unanswered(node, state).items():
             is_running = state.get_run_status({run})[run].status == Status.RUNNING
-            is_spent = counts.get(message, 0) == max_redeliveries
+            is_spent = self.counts[message] == max_redeliveries
             if not is_running or is_spent or not is_complete(message, store):
                 continue
             log.warning("message %s did not reach node %d: delivering it again", message, node)
-            counts[message] = counts.get(message, 0) + 1
+            self.counts[message] += 1
             with state.session() as session:
                 is_this = MessageIns.message_id == message
                 session.execute(update(MessageIns).where(is_this).values(delivered_at=""))
-        if counts:
-            self.counts[node] = counts
 
 
 def unanswered(node: int, state: SqlLinkState) -> dict[str, int]:
@@ -184,6 +138,14 @@ def unanswered(node: int, state: SqlLinkState) -> dict[str, int]:
     with state.session() as session:
         rows = session.execute(query).all()
     return {message: int64_to_uint64(run) for message, run in rows if message and run}
+
+
+def push_own(request: PushMessagesRequest, state: LinkState) -> PushMessagesResponse:
+    """As Flower's, for the node's own replies. ValueError for a message of another node."""
+    if any(m.metadata.src_node_id != request.node.node_id for m in request.messages_list):
+        log.warning("node %d sent a message of another node: refused", request.node.node_id)
+        raise ValueError("a SuperNode sends its own replies")
+    return push_messages(request, state)
 
 
 class ReplyState:
@@ -247,50 +209,20 @@ def confirm_and_delete(
     return confirm_reply(request, state, task)
 
 
-def errors_but_expiry(message: Message, is_reply_message: bool) -> list[str]:
-    """As Flower's `validate_message`; the state then refuses the message if it has expired."""
-    errors = validate_message(message, is_reply_message)
-    return [error for error in errors if error != "Message TTL has expired"]
-
-
-class Presence:
-    """Notices that this process has just started, or was stopped for more than `absence_s`.
-
-    Or that the clock was set forward by more, as it is when a virtual machine was paused.
-    was_away: until someone has dealt with it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._seen, self._lead = float("-inf"), float("inf")  # of the clock over the monotonic one
-        self.was_away = False
-
-    def tick(self) -> None:
-        """Note that the process runs."""
-        with self._lock:
-            seen, lead = time.monotonic(), time.time() - time.monotonic()
-            self.was_away |= max(seen - self._seen, lead - self._lead) > absence_s
-            self._seen, self._lead = seen, lead
-
-    def watch(self) -> None:
-        """Tick forever, in a thread."""
-        while True:
-            time.sleep(tick_s)
-            self.tick()
-
-
-class PatientLinkState(BoundedReplies):
+class PatientLinkState(SqlLinkState):
     """Flower's state, in which nothing expires because of the SuperLink's own absence.
 
-    The methods below are those in which Flower lets tasks and nodes expire.
+    The methods below are those in which Flower lets tasks and nodes expire, and the one that a
+    connected SuperNode calls all the time. seen_at: when this process was last seen at work.
     """
 
-    presence = Presence()
+    seen_at = float("-inf")
 
     def renew(self) -> None:
         """After an absence, give every task that runs and every node another minute."""
-        self.presence.tick()
-        if not self.presence.was_away:
+        absence_s = time.time() - PatientLinkState.seen_at
+        PatientLinkState.seen_at = time.time()
+        if absence_s < min_absence_s:
             return
         until = now() + timedelta(seconds=patience_s)
         is_running = TaskRow.active_until.is_not(None) & TaskRow.finished_at.is_(None)
@@ -299,7 +231,6 @@ class PatientLinkState(BoundedReplies):
             stale = is_running & (TaskRow.active_until < until)
             session.execute(update(TaskRow).where(stale).values(active_until=until))
             session.execute(update(Node).where(is_online).values(online_until=until.timestamp()))
-        self.presence.was_away = False
 
     def _cleanup_expired_task_tokens(self) -> None:
         self.renew()
@@ -314,71 +245,21 @@ class PatientLinkState(BoundedReplies):
         self.renew()
         return super().get_task_by_token(token)
 
+    def get_message_ins(
+        self, node_id: int, limit: int | None, *, run_id: int | None = None
+    ) -> list[Message]:
+        """As Flower's."""
+        self.renew()
+        return super().get_message_ins(node_id, limit, run_id=run_id)
+
     def get_message_res(self, message_ids: set[str], run_id: int) -> list[Message]:
         """As Flower's."""
         self.renew()
         return super().get_message_res(message_ids, run_id)
 
 
-def refuse_metadata(request: Any, context: grpc.ServicerContext) -> None:
-    """Answer a call whose authentication metadata cannot be read."""
-    context.abort(grpc.StatusCode.UNAUTHENTICATED, "Invalid authentication metadata")
-
-
-class OwnKeyInterceptor(NodeAuthServerInterceptor):
-    """Flower's check of keys, which lets a key announce only its own node.
-
-    Requests have at most `MAX_REQUEST_BYTES`, except those that carry an object.
-    """
-
-    def intercept_service(
-        self, continuation: Callable[[Any], Any], handler_call_details: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler:
-        """As Flower's."""
-        try:
-            checked = super().intercept_service(continuation, handler_call_details)
-        except Exception as error:  # of cryptography and datetime, of whatever a peer sent
-            kind = type(error).__name__
-            log.warning("authentication metadata that cannot be read (%s): refused", kind)
-            return grpc.unary_unary_rpc_method_handler(refuse_metadata)
-        parse = checked and checked.request_deserializer  # None: there is no such service
-        if parse is None or handler_call_details.method.endswith("/PushObject"):
-            return checked
-
-        def parse_small(request: bytes) -> Any:
-            if len(request) > MAX_REQUEST_BYTES:
-                log.warning("a request of %d bytes: refused", len(request))
-                return None  # for which gRPC answers with an error
-            return parse(request)
-
-        return grpc.unary_unary_rpc_method_handler(
-            checked.unary_unary,
-            request_deserializer=parse_small,
-            response_serializer=checked.response_serializer,
-        )
-
-    def _wrap_method_handler(
-        self, method_handler: grpc.RpcMethodHandler, received_public_key: bytes
-    ) -> grpc.RpcMethodHandler:
-        checked = super()._wrap_method_handler(method_handler, received_public_key)
-
-        def answer(request: Any, context: grpc.ServicerContext) -> Any:
-            is_activation = isinstance(request, ActivateNodeRequest)
-            if is_activation and request.public_key != received_public_key:
-                log.warning("a key announced the node of another key: refused")
-                context.abort(grpc.StatusCode.UNAUTHENTICATED, "Not the key of this connection")
-            return checked.unary_unary(request, context)
-
-        return grpc.unary_unary_rpc_method_handler(
-            answer,
-            request_deserializer=checked.request_deserializer,
-            response_serializer=checked.response_serializer,
-        )
-
-
-TCP_TABLE = Path(
-    "/proc/net/tcp"
-)  # Linux: IPv4 connections, with the user of the end on this machine
+# Linux: IPv4 connections, with the user of the end on this machine
+TCP_TABLE = Path("/proc/net/tcp")
 
 
 def user_of(client: tuple[str, int], server: tuple[str, int]) -> int | None:
@@ -415,23 +296,17 @@ class OwnUserOnly:
 
 def main() -> None:
     """As `flower-superlink`, with the same options."""
-    log_in_one_line()
     if vars(fleet_servicer).get("message_handler") is not message_handler:
         sys.exit(f"error: {FlowerChanged('fleet_servicer.message_handler')}")
     replace(message_handler, "pull_messages", Redelivery().pull_messages, pull_messages)
-    replace(message_handler, "push_messages", accept_reply, push_messages)
-    replace(message_handler, "confirm_message_received", confirm_own, confirm_message)
+    replace(message_handler, "push_messages", push_own, push_messages)
     replace(runtime_handlers, "pull_messages", pull_complete_replies, pull_replies)
     replace(runtime_handlers, "confirm_message_received", confirm_and_delete, confirm_reply)
-    replace(runtime_handlers, "validate_message", errors_but_expiry, validate_message)
     replace(linkstate_factory, "SqlLinkState", PatientLinkState, SqlLinkState)
-    replace(object_store_factory, "SqlObjectStore", FlatObjectStore, SqlObjectStore)
     replace(sql_corestate, "HEARTBEAT_PATIENCE", task_patience, HEARTBEAT_PATIENCE)
     cli = sys.modules[flower_superlink.__module__]
-    replace(cli, "NodeAuthServerInterceptor", OwnKeyInterceptor, NodeAuthServerInterceptor)
     replace(cli, "GRPC_MAX_MESSAGE_LENGTH", 2 * MAX_OBJECT_BYTES, GRPC_MAX_MESSAGE_LENGTH)
     if "--simulation" in sys.argv and TCP_TABLE.exists():
         found = extensions.get_middleware
         replace(extensions, "get_middleware", lambda: (Middleware(OwnUserOnly), *found()), found)
-    threading.Thread(target=PatientLinkState.presence.watch, daemon=True).start()
     flower_superlink()

@@ -36,8 +36,8 @@ from flwr.supercore.inflatable.inflatable_utils import pull_objects
 from flwr.supernode.cli.flower_supernode import flower_supernode
 from flwr.supernode.nodestate.in_memory_nodestate import CLIENT_APP_CRASHED_ERROR, InMemoryNodeState
 
-from flower_adapter import log_in_one_line, replace
-from flower_adapter.reply_bounds import is_complete
+from flower_adapter import replace
+from flower_adapter.objects import is_complete
 
 default_poll_s = 0.25
 arrays_timeout_s = 30.0
@@ -152,7 +152,6 @@ def longest_wait_s() -> float:
 
 def main() -> None:
     """As `flower-supernode`, with the same options."""
-    log_in_one_line()
     poll_s = longest_wait_s()
     short = SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, poll_s)))
     replace(client_loop, "time", short, time)

@@ -31,8 +31,6 @@ from flower_adapter import (
     NotPushedError,
     assign_source_node,
     bound_pulls,
-    bound_reply,
-    ends_run,
     has_own_clients,
     is_in_process_grid,
 )
@@ -126,7 +124,6 @@ class Exchange:
         self.drain()
         asked = {message.metadata.dst_node_id: message for message in messages}
         for message in asked.values():
-            bound_reply(message, max_bytes)
             if is_in_process_grid(self.grid):
                 message.metadata.ttl = timeout_s + MAX_STOP_S
         replies: dict[int, Message | None] = {}  # None: `on_reply` has it
@@ -285,7 +282,7 @@ class Exchange:
             wait_s = 0.0  # for what else has arrived
             found += replies
             for error in errors:
-                if is_current and ends_run(error):
+                if is_current:
                     raise error
                 self.one_by_one = True
                 text = in_one_line(f"{type(error).__name__}: {error}")

@@ -14,7 +14,7 @@ from client_app.methods import method_of
 from client_app.precision import resolved
 from client_app.samples import Samples
 from client_app.setup import dataset_spec_of, device_for, model_for, open_source, pixels_of, placed
-from flower_adapter import has_own_clients, is_in_process_grid, watch_superlink
+from flower_adapter import has_own_clients, is_in_process_grid
 from protocol.code import line_in_method, place_of
 from protocol.config import RunConfig, resolve_config
 from protocol.files import private_files
@@ -34,7 +34,7 @@ from server_app.checks import config_warnings
 from server_app.client_registry import ClientRegistry, gather_roster
 from server_app.diagnostics.monitor import Monitor
 from server_app.diagnostics.plots import plot_rounds
-from server_app.exchange import SILENCE_S, Exchange
+from server_app.exchange import Exchange
 from server_app.history import HISTORY_FILE, Line, truncate_history
 from server_app.logical_clients import LogicalGrid, with_logical_clients
 from server_app.manifest import (
@@ -287,7 +287,6 @@ def exchange_of(
     exchange = Exchange(grid, lambda node: strategy.addressed[node].client)
     if not is_in_process_grid(grid):
         exchange.returned = registry.returned
-        exchange.silent_s, exchange.take_silence_s = watch_superlink(grid, SILENCE_S)
     # in a simulation the result must not depend on how many workers share the clients
     if isinstance(grid, LogicalGrid):
         exchange.turns = lambda _: grid.largest_share

@@ -2,8 +2,6 @@
 
 import importlib
 import inspect
-import logging
-import time
 import tomllib
 from contextlib import suppress
 from types import SimpleNamespace
@@ -16,7 +14,6 @@ from flwr.proto.node_pb2 import Node
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
 from flwr.supercore.retry import make_simple_http_retry_invoker
-from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
 
 import flower_adapter
@@ -66,112 +63,6 @@ def test_the_grid_of_a_deployment_gives_up_on_errors_that_waiting_does_not_mend(
         assert gives_up(httpx.HTTPStatusError("", request=request, response=response)) == is_final
 
 
-def test_a_serverapp_that_starts_waits_for_a_superlink_that_hangs(monkeypatch):
-    """A resumed ServerApp ended where its SuperLink was stopped during the first request."""
-    from flwr.superlink.grid import http_grid
-
-    from flower_adapter import serverapp
-
-    run_module = importlib.import_module("flwr.superlink.runtime.run_serverapp")
-    for module, name in (
-        (run_module, "install_from_fab"),
-        (http_grid, "make_simple_http_retry_invoker"),
-    ):
-        monkeypatch.setattr(module, name, getattr(module, name))  # restored after the test
-    grids = []
-    monkeypatch.setattr(
-        serverapp,
-        "flwr_serverapp",
-        lambda: grids.append(http_grid.HttpGrid("127.0.0.1:1", token="secret")),
-    )
-    hung = httpx.ConnectTimeout("_ssl.c:990: The handshake operation timed out")
-    serverapp.main()
-    assert not grids[0]._retry_invoker.should_giveup(hung)
-
-
-def test_a_superlink_that_says_why_it_fails_is_asked_again_and_quoted(caplog):
-    grid = SimpleNamespace(_retry_invoker=make_simple_http_retry_invoker())
-    flower_adapter.bound_superlink_retries(grid, 30)
-    grid._retry_invoker.wait_function = lambda seconds: time.sleep(0.02)
-    request = httpx.Request("POST", "https://superlink")
-    said = {"code": 1, "detail": "cannot use its database", "extra": "database or disk is full"}
-    full = httpx.Response(503, request=request, json=said)
-    answers = [full, full, httpx.Response(200, request=request)]
-
-    def ask():
-        answer = answers.pop(0) if len(answers) > 1 else answers[0]
-        answer.raise_for_status()
-        return answer
-
-    with caplog.at_level(logging.WARNING, logger="keel.server"):
-        assert grid._retry_invoker.invoke(ask).status_code == 200
-    line = "the SuperLink has failed: cannot use its database: database or disk is full"
-    assert caplog.messages == [f"{line}; trying again"]
-    answers[:] = [full]
-    grid._retry_invoker.max_time = 0.2
-    with pytest.raises(flower_adapter.SuperLinkError, match=f"^{line}, for 30 seconds$") as found:
-        grid._retry_invoker.invoke(ask)
-    assert flower_adapter.ends_run(found.value)
-
-
-def test_an_expired_certificate_is_waited_for_as_it_can_be_renewed(caplog):
-    """The run ended within seconds of a restart of the SuperLink, its executor with a traceback."""
-    grid = SimpleNamespace(_retry_invoker=make_simple_http_retry_invoker())
-    flower_adapter.bound_superlink_retries(grid, 30)
-    invoker = grid._retry_invoker
-    invoker.wait_function = lambda seconds: time.sleep(0.02)
-    refused = "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: "
-    outcomes = [httpx.ConnectError(f"{refused}certificate has expired (_ssl.c:1006)")] * 2
-
-    def ask():
-        if outcomes:
-            raise outcomes.pop()
-        return "answer"
-
-    with caplog.at_level(logging.WARNING, logger="keel.server"):
-        assert invoker.invoke(ask) == "answer"
-    remedy = "renew it with `keel deploy credentials --renew` and restart the SuperLink"
-    line = f"the SuperLink's certificate has expired: {remedy}"
-    assert caplog.messages == [f"{line}; trying again"]
-    outcomes[:] = [httpx.ConnectError(f"{refused}certificate has expired (_ssl.c:1006)")] * 100
-    invoker.max_time = 0.2
-    with pytest.raises(flower_adapter.SuperLinkError, match=f"^{line}, for 30 seconds$") as found:
-        invoker.invoke(ask)
-    assert flower_adapter.ends_run(found.value)
-    outcomes[:] = [httpx.ConnectError(f"{refused}unable to get local issuer certificate")]
-    with pytest.raises(httpx.ConnectError):
-        invoker.invoke(ask)
-
-
-def test_the_silence_of_a_superlink_is_measured(monkeypatch):
-    now = 100.0
-    monkeypatch.setattr(flower_adapter.time, "monotonic", lambda: now)
-    grid = SimpleNamespace(_retry_invoker=make_simple_http_retry_invoker())
-    silent_s, take_silence_s = flower_adapter.watch_superlink(grid, min_s=5.0)
-    seen = []
-
-    def request():
-        nonlocal now
-        now += 40
-        seen.append(silent_s())
-        grid._retry_invoker.invoke(short)  # another thread's, answered meanwhile
-        seen.append(silent_s())
-
-    def short():
-        nonlocal now
-        now += 4
-
-    grid._retry_invoker.invoke(request)
-    assert seen == [40.0, 0.0]
-    assert silent_s() == 0.0
-    assert take_silence_s() == 0.0  # the answers of `short` came after 4 seconds
-    grid._retry_invoker.invoke(lambda: short() or short())
-    grid._retry_invoker.invoke(short)
-    assert take_silence_s() == 8.0
-    assert take_silence_s() == 0.0  # said once
-    assert [each() for each in flower_adapter.watch_superlink(object(), 5.0)] == [0.0, 0.0]
-
-
 @pytest.fixture
 def http_grid(monkeypatch):
     """(Flower's grid of a deployment, the objects of its one reply, those that it has pulled)."""
@@ -214,8 +105,7 @@ def test_a_reply_beyond_its_bound_is_refused_while_it_arrives(http_grid):
     flower_adapter.bound_pulls(grid, 5000)
     flower_adapter.bound_pulls(grid, 10_000)  # of the next round
     [reply] = grid.pull_messages(["asked"])
-    assert f"{flower_adapter.TOO_LARGE} 10000 bytes" in reply.error.reason
-    assert reply.error.code in flower_adapter.UNDELIVERED
+    assert flower_adapter.is_too_large(reply)
     assert reply.metadata.reply_to_message_id == "asked"
     assert len(pulled) == 11
 
@@ -235,28 +125,6 @@ def test_a_damaged_reply_is_an_error_and_costs_no_other_of_its_request(http_grid
     [damaged] = grid.pull_messages(["asked"])
     assert damaged.metadata.reply_to_message_id == "asked"
     assert damaged.error.code == flower_adapter.CLIENT_FAILED
-    assert damaged.error.reason.startswith("the reply cannot be read: KeyError: ")
-
-
-def test_what_flower_logs_of_others_is_one_line_of_bounded_length(caplog):
-    logger = logging.getLogger("flwr")
-    flower_adapter.log_in_one_line()
-    try:
-        with caplog.at_level(logging.INFO, logger="flwr"):
-            logger.addHandler(caplog.handler)
-            logger.info("[Fleet.GetFab] for fab_hash=%s", "x\nINFO : forged\x1b[2J" + "y" * 10_000)
-    finally:
-        logger.removeFilter(logger.filters[-1])
-        logger.removeHandler(caplog.handler)
-    line = caplog.messages[-1]
-    assert line.startswith("[Fleet.GetFab] for fab_hash=x INFO : forged [2Jyyy")
-    assert len(line) == flower_adapter.MAX_LOG_CHARS
-
-
-def test_errors_that_end_a_run_are_told_from_those_of_a_reply():
-    assert flower_adapter.ends_run(httpx.ConnectError(""))
-    assert flower_adapter.ends_run(RunNotRunningException())
-    assert not flower_adapter.ends_run(ValueError())
 
 
 def test_a_message_needs_a_task_and_takes_the_ids_that_it_is_given(monkeypatch):

@@ -13,12 +13,11 @@ import pytest
 
 import flower_adapter
 from client_app import node_config
-from flower_adapter import reply_bounds, superlink
 from keel.cli import main as command_line
 from keel.deployment import credentials
 from protocol import discrete_gaussian, messages, privacy
 from protocol.config import default_config
-from server_app import client_registry, exchange, record
+from server_app import record, sites
 from strategies import average, validation
 
 repository = Path(__file__).parents[2]
@@ -135,14 +134,11 @@ def test_commands_options_and_keys_are_known(page: str, words: list[str]) -> Non
 
 MIB, log2 = 2**20, math.log2
 MAX_OBJECT = flower_adapter.MAX_OBJECT_BYTES / MIB
-QUERY_S = client_registry.QUERY_TIMEOUT_S
 RECORD, ARRAY = validation.RECORD_BYTES / MIB, validation.ARRAY_BYTES / 2**10
 bounds = {
     "concepts/privacy.md": [
         ("the expected arrays, plus {} KiB for each and {} MiB", ARRAY, RECORD),
-        ("An object may have at most {} MiB", MAX_OBJECT),
-        ("one above {} MiB is not read at all", 2 * MAX_OBJECT),
-        ("with at most {} objects plus one per MiB", reply_bounds.MAX_OBJECTS),
+        ("each with up to {} MiB of memory", 2 * MAX_OBJECT),
         ("at most {} times the largest of the same array", validation.MAX_VALUE_RATIO),
         ("integer arrays up to 2^{}", log2(messages.MAX_INTEGER)),
         ("at most 2^{} away from what was sent", log2(validation.MAX_COUNTER_CHANGE)),
@@ -159,14 +155,12 @@ bounds = {
         ("within 2^{} of the exact distribution", log2(discrete_gaussian.SAMPLER_DISTANCE)),
     ],
     "concepts/failures.md": [
-        ("at most {} s (always up to {} s if a client is missing)", QUERY_S, QUERY_S),
-        ("away for more than {} seconds", superlink.absence_s),
-        ("away for more than {} seconds", exchange.SILENCE_S),
-        ("it waits {} seconds for all clients", client_registry.RETURN_TIMEOUT_S),
+        ("costs the round up to {} s", sites.QUERY_S),
+        ("it waits {} seconds for all clients", sites.GATHER_S),
         ("at most {} folders deep", node_config.MAX_DEPTH),
     ],
     "concepts/architecture.md": [
-        ("again if it returns within {} seconds", exchange.RETURN_TIMEOUT_S),
+        ("again if it returns within {} seconds", sites.RETURN_S),
         ("more than {} MiB", average.STREAM_BYTES / MIB),
     ],
     "how-to/deployment.md": [("will expire within {} days", credentials.min_validity.days)],
