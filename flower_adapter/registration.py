@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from enum import Enum
 
 import grpc
+import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from flwr.client.grpc_rere_client.node_auth_client_interceptor import NodeAuthClientInterceptor
@@ -29,8 +30,6 @@ from flwr.supercore.interceptors import (
     RuntimeVersionHttpInterceptor,
 )
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-
-from flower_adapter import is_http_error
 
 
 class Registration(Enum):
@@ -144,9 +143,7 @@ def control_client(address: str, ca: bytes) -> Iterator[ControlHttpClient]:
     )
     try:
         yield client
-    except Exception as error:
-        if not is_http_error(error):
-            raise
+    except httpx.HTTPError as error:
         raise RuntimeError(
             f"--superlink {address}: {str(error).rstrip('.')}: expected the SuperLink's port for "
             "users (8000 unless changed), not the one for clients"
