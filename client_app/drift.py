@@ -14,42 +14,19 @@ class SquaredDistance(torch.autograd.Function):
     """||w - w_g||^2 and its gradient, in a few kernels for all arrays together."""
 
     @staticmethod
-    def forward(*arrays: Tensor) -> tuple[Tensor, ...]:
-        """arrays: each of w, then each of w_g. A scalar, then w - w_g of each, without gradient."""
+    def forward(ctx: FunctionCtx, *arrays: Tensor) -> Tensor:
+        """A scalar. arrays: each of w, then each of w_g."""
         half = len(arrays) // 2
         drift = torch._foreach_sub(arrays[:half], arrays[half:])
-        return torch.stack(torch._foreach_norm(drift)).square().sum(), *drift
-
-    @staticmethod
-    def setup_context(
-        ctx: FunctionCtx, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]
-    ) -> None:
-        """Saves w - w_g."""
-        ctx.save_for_backward(*output[1:])
-        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*drift)
+        return torch.stack(torch._foreach_norm(drift)).square().sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient for each of w; None for w_g."""
-        drift = list(ctx.saved_tensors)  # type: ignore[attr-defined]  # saved by setup_context
+        drift = list(ctx.saved_tensors)  # type: ignore[attr-defined]  # saved by forward
         return *torch._foreach_mul(drift, 2 * grad), *(None for _ in drift)
-
-    @staticmethod
-    def vmap(
-        info: object, in_dims: tuple[int | None, ...], *arrays: Tensor
-    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """The same for stacked clients, as a plain sum: [k], and each w - w_g [k, ...]."""
-        stacked = [
-            a[None] if dim is None else a.movedim(dim, 0)
-            for a, dim in zip(arrays, in_dims, strict=True)
-        ]
-        half = len(arrays) // 2
-        drift = [w - w_g for w, w_g in zip(stacked[:half], stacked[half:], strict=True)]
-        # [k] each; a scalar parameter has no dimension to flatten, hence the None
-        squares = [d[..., None].flatten(1).square().sum(1) for d in drift]
-        distance = torch.stack(squares).sum(0)
-        return (distance, *drift), (0,) * (1 + half)
 
 
 def squared_distance(w: list[Tensor], w_g: list[Tensor]) -> Tensor:
@@ -57,18 +34,13 @@ def squared_distance(w: list[Tensor], w_g: list[Tensor]) -> Tensor:
 
     Gradient 2 (w - w_g) for `w`, and 0, not NaN, where they are equal; none for `w_g`.
     """
-    distance: Tensor
-    distance, *_ = SquaredDistance.apply(*w, *(array.detach() for array in w_g))
+    distance: Tensor = SquaredDistance.apply(*w, *(array.detach() for array in w_g))
     return distance
 
 
 def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that require a gradient, by name.
-
-    All parameters for stacked clients (client_app/stacked.py), whose tensors do not carry the flag.
-    """
-    named: dict[str, Tensor] = dict(model.named_parameters())
-    return {n: p for n, p in named.items() if p.requires_grad} or named
+    """The parameters that require a gradient, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def drift_from(model: nn.Module, arrays: Mapping[str, Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from client_app.round import RoundContext
-from client_app.samples import BatchPlan, Step, num_variants
+from client_app.samples import BatchPlan, Duration, Step, num_variants
 
 log = logging.getLogger("keel.client")
 
@@ -103,3 +103,16 @@ class FrozenFeatureCache:
 # Rows are cached in channels-last order, as in memory: other look-ups take ten times as long.
 def _channels_last(t: Tensor) -> Tensor:
     return t.permute(0, 2, 3, 1) if t.dim() == 4 else t
+
+
+def cached(
+    ctx: RoundContext, compute: Callable[[Tensor], Tensor], duration: Duration
+) -> Callable[[Step], Tensor]:
+    """The function from a step to compute(x) without gradient, cached as above.
+
+    compute: from x [B, C, H, W] to [B, ...], each row a function of its own sample. duration: of
+    the training that reads it.
+    """
+    is_read_again = duration.reads_again(len(ctx.train_samples), ctx.config.train)
+    cache = FrozenFeatureCache(ctx, lambda x: [compute(x)], is_read_again=is_read_again)
+    return lambda step: cache.of(step)[0]

@@ -44,7 +44,6 @@ from client_app.node_config import (
     own_splits,
     state_folder,
 )
-from client_app.objective import LocalObjective
 from client_app.precision import products
 from client_app.process_cache import ProcessCaches
 from client_app.round import RoundContext, on_device
@@ -558,11 +557,7 @@ def check_update(method: Method, update: Any) -> None:
 
     Converts its numbers to `int` and `float`.
     """
-    source: Callable[..., Any] = method.phases
-    if type(method).train is not Method.train:
-        source = method.train
-    elif isinstance(method, LocalObjective) and type(method).phases is LocalObjective.phases:
-        source = method.finish
+    source = method.train
     if not isinstance(update, Update):
         raise TypeError(f"{place_of(source)} returned {type(update).__name__}: expected an Update")
     for name, kind in (

@@ -1,21 +1,19 @@
 """The client half of a method: a local objective, or a local procedure of its own.
 
 A *local objective* (client_app/objective.py) is a loss on one batch, which the one local trainer
-minimises. A *local procedure* overrides `Method.phases` where the algorithm is not one loss on one
-model: it trains parts of the model in turn. Both are frozen dataclasses whose fields are the
-method's options (`protocol.options`).
+minimises. A *local procedure* overrides `Method.train` where the algorithm is not one loss on one
+model: it consists of calls of `fit` (client_app/trainer.py), with computations between them. Both
+are frozen dataclasses whose fields are the method's options (`protocol.options`).
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
 from client_app.round import RoundContext
-from client_app.trainer import Descent, Phase, train_phase
 from models import StagedModel
-from protocol.code import place_of
 from protocol.config import RunConfig
 from protocol.messages import Arrays
 
@@ -43,44 +41,6 @@ class Update:
     terms: dict[str, float]
     extra: Arrays = field(default_factory=dict)
     state: dict[str, Arrays] = field(default_factory=dict)
-
-
-# Local training: yields its phases, is sent what came of each, and returns the update.
-Phases = Generator[Phase, Descent, Update]
-
-
-def phases_of(method: "Method", ctx: RoundContext) -> Phases:
-    """The method's phases. TypeError naming the function, if it does not yield them."""
-    phases = method.phases(ctx)
-    if not isinstance(phases, Generator):
-        raise TypeError(
-            f"{place_of(method.phases)} returned {type(phases).__name__}: expected a generator, "
-            "which yields each phase and returns an Update"
-        )
-    return phases
-
-
-def check_phase(phase: Any, phases: Phases) -> None:
-    """TypeError naming the generator, unless what it yielded is a phase."""
-    if not isinstance(phase, Phase):
-        name = getattr(phases, "__qualname__", "phases")
-        raise TypeError(
-            f"{name} yielded {type(phase).__name__}: expected a Phase, such as that of part_phase "
-            "or objective_phase"
-        )
-
-
-def train_alone(ctx: RoundContext, phases: Phases) -> Update:
-    """The update of one client's phases, one after the other."""
-    descent: Any = None  # starts the generator
-    while True:
-        try:
-            phase = phases.send(descent)
-        except StopIteration as end:
-            update: Update = end.value
-            return update
-        check_phase(phase, phases)
-        descent = train_phase(ctx, phase)  # outside: a StopIteration of a loss is an error
 
 
 @dataclass(frozen=True)
@@ -194,19 +154,15 @@ class Method:
     def check_model(self, model: StagedModel) -> None:
         """ValueError, one line, if this method cannot train this network."""
 
-    def phases(self, ctx: RoundContext) -> Phases:
+    def train(self, ctx: RoundContext) -> Update:
         """Local training of one round, from what was received and the client state in `ctx`.
 
-        `ctx.model` is this client's own: between two phases it has the weights that the first left.
+        `ctx.model` is this client's own: between two calls of `fit` it keeps its weights.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} overrides nothing: override `phases`, or derive from "
+            f"{type(self).__name__} overrides nothing: override `train`, or derive from "
             "LocalObjective and override `supervised` or `penalty`"
         )
-
-    def train(self, ctx: RoundContext) -> Update:
-        """The update of `phases`."""
-        return train_alone(ctx, phases_of(self, ctx))
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> nn.Module | None:
         """The model that this client would use on its own data, or None: the global model."""

@@ -1,10 +1,10 @@
 """A local objective: a loss on one batch, and the local training that minimises it.
 
 The trainer provides batches, frozen models, the optimizer and client state; a subclass of
-`LocalObjective` says which layers it compares and how.
+`LocalObjective` says which layers it compares and how. Its `train` is one call of `fit`.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -14,13 +14,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from client_app.drift import server_optimizer_terms
 from client_app.feature_cache import FrozenFeatureCache
-from client_app.method import Method, Phases, Update, train_alone
+from client_app.method import Method, Update
 from client_app.precision import forward_in, losses_in_float32
 from client_app.round import RoundContext
-from client_app.samples import Step
-from client_app.trainer import Duration, Phase
+from client_app.samples import Duration, Step
+from client_app.trainer import Descent, fit
 from models import StagedModel
-from protocol.code import place_of
 from protocol.messages import Arrays
 from protocol.options import key_of, one_of, option
 
@@ -96,24 +95,23 @@ class LocalObjective(Method):
 
     def check_model(self, model: StagedModel) -> None:
         """ValueError if the network lacks a layer that is compared."""
-        names = self.layers(model)
-        if not isinstance(names, list | tuple) or set(names) - set(model.layer_names):
+        if lacking := set(self.layers(model)) - set(model.layer_names):
             raise ValueError(
-                f"{place_of(self.layers)} returned {names!r}: expected a list of layers of "
-                f"{model.name}: {', '.join(model.layer_names)}"
+                f"{type(self).__name__}.layers has {', '.join(sorted(lacking))}: expected layers "
+                f"of {model.name}: {', '.join(model.layer_names)}"
             )
 
-    def phases(self, ctx: RoundContext) -> Phases:
-        """Local training as in FedAvg, on this objective, then `finish`."""
-        update = yield from objective_phases(self, ctx)
-        return self.finish(update, ctx)
+    def train(self, ctx: RoundContext) -> Update:
+        """Local training as in FedAvg, from the received model, on this objective.
 
-    def finish(self, update: Update, ctx: RoundContext) -> Update:
-        """Postprocess the update after local training.
-
-        `ctx.model` is the trained model; it may share its memory with `update.arrays`.
+        The client state is the trained local model where the objective `uses_previous`. The update
+        may share its memory with `ctx.model`, until that is loaded or trained again.
         """
-        return update
+        ctx.model.load_state_dict(ctx.received)
+        descent = minimise(self, ctx)
+        arrays = ctx.model.hand_over()
+        state = {"previous": arrays} if self.uses_previous else {}
+        return Update(arrays, descent.num_steps, descent.terms, state=state)
 
 
 @dataclass(frozen=True)
@@ -143,57 +141,81 @@ class PreviousModelObjective(LocalObjective):
         return ctx.initial_weights() if is_initial else ctx.random_weights("first-use")
 
 
-def frozen_representations(
-    objective: LocalObjective, ctx: RoundContext, slot: str, arrays: Arrays
-) -> FrozenFeatureCache:
-    """The representations of a frozen model, which are cached unless they depend on the batch."""
-    network = ctx.frozen(slot, arrays)
-    by_batch = ctx.config.train.frozen_statistics == "batch" and any(
-        isinstance(module, _BatchNorm) for module in network.modules()
-    )
-    return FrozenFeatureCache(
+def minimise(
+    objective: LocalObjective,
+    ctx: RoundContext,
+    gradient_offsets: Sequence[Tensor] = (),
+    step_offsets: Sequence[Tensor] = (),
+) -> Descent:
+    """`local-epochs` of SGD on supervised + penalty, from the weights that `ctx.model` has.
+
+    gradient_offsets, step_offsets: as in `fit`.
+    """
+    train, model = ctx.config.train, ctx.model.train().requires_grad_(True)
+    loss = ObjectiveLoss(objective, ctx, model)
+    return fit(
         ctx,
-        representations(objective, network.train(by_batch), ctx),
-        is_read_again=ctx.config.train.local_epochs > 1 and not by_batch,
+        model.weights,
+        loss.inputs,
+        loss,
+        lr=train.lr,
+        duration=Duration(train.local_epochs),
+        gradient_offsets=gradient_offsets,
+        step_offsets=step_offsets,
     )
 
 
-def representations(
-    objective: LocalObjective, model: StagedModel, ctx: RoundContext
-) -> Callable[[Tensor], list[Tensor]]:
-    """The function from a batch x to its representations; the model runs no further than these."""
-    layers, precision = objective.layers(model), ctx.precision
+class ObjectiveLoss:
+    """The loss terms of an objective on the batches of one client's round.
 
-    def compute(x: Tensor) -> list[Tensor]:
-        with forward_in(precision, x.device):
-            _, outputs = model.run(x, layers, to_logits=False)
-        with losses_in_float32(precision, x.device):  # as for the local model
-            return objective.represent(model, outputs)
-
-    return compute
-
-
-# x, y, the representations in the frozen models, and what `begin_round` returned
-LossInputs = tuple[Tensor, Tensor, dict[str, list[Tensor]], Any]
-
-
-@dataclass(frozen=True)
-class Constants:
-    """What the loss of one client in one round reads beside its model and batch.
-
-    frozen: the representations of the models that the penalty uses, by "global" and "previous".
+    Where the method equals FedAvg the penalty is not computed: its zero gradients would apply
+    weight decay to weights that only the penalty reads, and change the last bits of the gradient
+    norm used for clipping.
     """
 
-    ctx: RoundContext
-    prepared: Any
-    has_penalty: bool
-    frozen: dict[str, FrozenFeatureCache]
-    global_model: StagedModel | None
+    def __init__(self, objective: LocalObjective, ctx: RoundContext, model: StagedModel) -> None:
+        """Builds the frozen models that the objective uses, from received arrays and state."""
+        self.objective, self.ctx, self.model = objective, ctx, model
+        self.prepared = objective.begin_round(ctx)
+        previous = ctx.state.get("previous") or objective.first_previous(ctx)
+        lacks_previous = objective.uses_previous and previous is None
+        self.has_penalty = not lacks_previous and not is_at_limit(objective)
+        self.frozen: dict[str, FrozenFeatureCache] = {}
+        self.global_model: StagedModel | None = None
+        if not self.has_penalty:
+            return
+        if objective.uses_global:
+            self.frozen["global"] = frozen_representations(objective, ctx, "global", ctx.received)
+        if objective.uses_previous and previous:
+            self.frozen["previous"] = frozen_representations(objective, ctx, "previous", previous)
+        if objective.uses_global_model:
+            self.global_model = ctx.frozen("global", ctx.received)
 
-    def inputs(self, step: Step) -> LossInputs:
-        """What `loss_terms` reads of a step, and of this client."""
-        reps = {slot: cache.of(step) for slot, cache in self.frozen.items()}
-        return step.x, step.y, reps, self.prepared
+    def inputs(self, step: Step) -> tuple[Tensor, Tensor, dict[str, list[Tensor]]]:
+        """What the loss reads of a step: x, y, and the frozen models' representations by slot."""
+        return step.x, step.y, {slot: cache.of(step) for slot, cache in self.frozen.items()}
+
+    def __call__(self, x: Tensor, y: Tensor, reps: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+        """`supervised`, `penalty` if there is one, and the server optimizer's term: scalars."""
+        objective, ctx, model = self.objective, self.ctx, self.model
+        logits, outputs = model.run(x, objective.layers(model) if self.has_penalty else [])
+        assert logits is not None
+        with losses_in_float32(ctx.precision, ctx.device):
+            batch = Batch(
+                ctx=ctx,
+                x=x,
+                y=y,
+                logits=logits,
+                reps=objective.represent(model, outputs) if self.has_penalty else [],
+                reps_global=reps.get("global", []),
+                reps_previous=reps.get("previous", []),
+                global_model=self.global_model,
+                prepared=self.prepared,
+            )
+            terms = {"supervised": objective.supervised(batch)}
+            if self.has_penalty and type(objective).penalty is not LocalObjective.penalty:
+                terms["penalty"] = objective.penalty(batch)
+            return terms | server_optimizer_terms(ctx, model)
 
 
 def is_at_limit(objective: LocalObjective) -> bool:
@@ -203,133 +225,25 @@ def is_at_limit(objective: LocalObjective) -> bool:
     return bool(limit) and limit.items() <= values.items()
 
 
-def constants_of(objective: LocalObjective, ctx: RoundContext) -> Constants:
-    """Builds the frozen models that the objective uses, from received arrays and client state."""
-    prepared = objective.begin_round(ctx)
-    previous = ctx.state.get("previous") or objective.first_previous(ctx)
-    lacks_previous = objective.uses_previous and previous is None
-    has_penalty = not lacks_previous and not is_at_limit(objective)
-    used = {}
-    if has_penalty and objective.uses_global:
-        used["global"] = ctx.received
-    if has_penalty and objective.uses_previous and previous is not None:
-        used["previous"] = previous
-    frozen = {
-        slot: frozen_representations(objective, ctx, slot, arrays) for slot, arrays in used.items()
-    }
-    global_model = None
-    if has_penalty and objective.uses_global_model:
-        global_model = ctx.frozen("global", ctx.received)
-    return Constants(ctx, prepared, has_penalty, frozen, global_model)
+def frozen_representations(
+    objective: LocalObjective, ctx: RoundContext, slot: str, arrays: Arrays
+) -> FrozenFeatureCache:
+    """The representations of a frozen model, which runs no further than these.
 
-
-def loss_terms(
-    objective: LocalObjective, constants: Constants, model: StagedModel, inputs: LossInputs
-) -> dict[str, Tensor]:
-    """The loss terms of a batch: `supervised`, `penalty` if there is one, the server optimizer's.
-
-    Where the method equals FedAvg the penalty is not computed: its zero gradients would apply
-    weight decay to weights that only the penalty reads, and change the last bits of the gradient
-    norm used for clipping.
-
-    inputs: as `Constants.inputs` returns them for this batch.
+    They are cached unless they depend on the batch.
     """
-    ctx, has_penalty = constants.ctx, constants.has_penalty
-    x, y, reps, prepared = inputs
-    logits, outputs = model.run(x, objective.layers(model) if has_penalty else [])
-    assert logits is not None
-    with losses_in_float32(ctx.precision, ctx.device):
-        batch = Batch(
-            ctx=ctx,
-            x=x,
-            y=y,
-            logits=logits,
-            reps=objective.represent(model, outputs) if has_penalty else [],
-            reps_global=_frozen_reps(objective, reps, "global"),
-            reps_previous=_frozen_reps(objective, reps, "previous"),
-            global_model=constants.global_model,
-            prepared=prepared,
-        )
-        terms = {"supervised": objective.supervised(batch)}
-        if has_penalty and type(objective).penalty is not LocalObjective.penalty:
-            terms["penalty"] = objective.penalty(batch)
-        for name, term in terms.items():
-            check_scalar(term, getattr(objective, name))
-        return terms | server_optimizer_terms(ctx, model)
-
-
-def check_scalar(term: Any, function: Callable[..., Any]) -> None:
-    """TypeError naming the function that returned this loss term, unless it is a scalar tensor."""
-    if isinstance(term, Tensor) and term.dim() == 0:
-        return
-    found = f"shape {list(term.shape)}" if isinstance(term, Tensor) else type(term).__name__
-    hint = "; for no penalty, batch.logits.new_zeros(())" if term is None else ""
-    raise TypeError(f"{place_of(function)} returned {found}: expected a scalar Tensor{hint}")
-
-
-class _NotComputed(list[Tensor]):
-    """In place of the representations that an objective reads without the flag for them."""
-
-    def __init__(self, objective: LocalObjective, slot: str) -> None:
-        self.objective, self.slot = objective, slot
-
-    def _refuse(self, *_: Any) -> Any:
-        raise ValueError(
-            f"{place_of(self.objective.penalty)} reads batch.reps_{self.slot}: set "
-            f"uses_{self.slot} = True in its class"
-        )
-
-    __iter__ = __len__ = __getitem__ = _refuse
-
-
-def _frozen_reps(
-    objective: LocalObjective, reps: dict[str, list[Tensor]], slot: str
-) -> list[Tensor]:
-    if slot in reps or getattr(objective, f"uses_{slot}"):
-        return reps.get(slot, [])
-    return _NotComputed(objective, slot)
-
-
-def objective_terms(
-    objective: LocalObjective, ctx: RoundContext, model: StagedModel
-) -> Callable[[Step], dict[str, Tensor]]:
-    """The function from a batch to its loss terms, in this client's round."""
-    constants = constants_of(objective, ctx)
-
-    def terms_of(step: Step) -> dict[str, Tensor]:
-        return loss_terms(objective, constants, model, constants.inputs(step))
-
-    return terms_of
-
-
-def objective_phase(objective: LocalObjective, ctx: RoundContext) -> Phase:
-    """`local-epochs` of SGD on supervised + penalty, from the weights that `ctx.model` has."""
-    train, model = ctx.config.train, ctx.model.train().requires_grad_(True)
-    constants = constants_of(objective, ctx)
-    return Phase(
-        parameters=model.weights,
-        inputs=constants.inputs,
-        terms=lambda inputs: loss_terms(objective, constants, model, inputs),
-        lr=train.lr,
-        duration=Duration(train.local_epochs, "epochs"),
-        frozen=[constants.global_model] if constants.global_model else [],
-        kind=(constants.has_penalty, constants.prepared is None),
+    network = ctx.frozen(slot, arrays)
+    by_batch = ctx.config.train.frozen_statistics == "batch" and any(
+        isinstance(module, _BatchNorm) for module in network.modules()
     )
+    network.train(by_batch)
+    layers = objective.layers(network)
 
+    def compute(x: Tensor) -> list[Tensor]:
+        with forward_in(ctx.precision, x.device):
+            _, outputs = network.run(x, layers, to_logits=False)
+        with losses_in_float32(ctx.precision, x.device):  # as for the local model
+            return objective.represent(network, outputs)
 
-def objective_phases(objective: LocalObjective, ctx: RoundContext) -> Phases:
-    """`objective_phase` from the received model.
-
-    The client state is the trained local model where the objective `uses_previous`. The update may
-    share its memory with `ctx.model`, until that is loaded or trained again.
-    """
-    ctx.model.load_state_dict(ctx.received)
-    descent = yield objective_phase(objective, ctx)
-    arrays = ctx.model.hand_over()
-    state = {"previous": arrays} if objective.uses_previous else {}
-    return Update(arrays, descent.num_steps, descent.terms, state=state)
-
-
-def train_on_objective(objective: LocalObjective, ctx: RoundContext) -> Update:
-    """The update of `objective_phases`."""
-    return train_alone(ctx, objective_phases(objective, ctx))
+    is_read_again = ctx.config.train.local_epochs > 1 and not by_batch
+    return FrozenFeatureCache(ctx, compute, is_read_again=is_read_again)

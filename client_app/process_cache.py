@@ -3,9 +3,6 @@
 Nothing here belongs to a client: a run gives the same result whichever process trains whom.
 """
 
-import os
-import shlex
-import shutil
 from collections.abc import Iterable
 
 import torch
@@ -28,26 +25,6 @@ samples_cache_bytes = 256 * 2**20  # in each process
 client_bytes = 4096  # of a client in that cache, beside its images: about that much was measured
 
 
-def compile_passes(model: StagedModel, device: torch.device) -> None:
-    """Compile the model's forward passes, to the logits or to a layer, at their first use.
-
-    ValueError, before round 1, where the compiler that torch calls for this device is missing:
-    $CXX or g++ for its C++ on a CPU, $CC, gcc or clang for Triton's C on a GPU.
-    """
-    kind, variable, names = "C++", "CXX", ["g++"]
-    if device.type == "cuda":
-        kind, variable, names = "C", "CC", ["gcc", "clang"]
-    if command := os.environ.get(variable):
-        names = shlex.split(command)[:1]  # the first word of "ccache g++"
-    if not any(shutil.which(name) for name in names):
-        raise ValueError(
-            f"compile = true: torch needs a {kind} compiler on {device.type}, and there is no "
-            f"{' or '.join(names)} here: install one, set {variable}, or set compile = false"
-        )
-    for name in ("forward", "run"):
-        setattr(model, name, torch.compile(getattr(model, name)))
-
-
 class ProcessCache:
     """Builds each network of a run once and lends it to one client after the other."""
 
@@ -67,7 +44,7 @@ class ProcessCache:
             self._networks, self._initial, self._samples = {}, {}, {}
             self._sizes, self._samples_bytes = {}, 0
             self.has_logged_full_cache = False
-            Replayed.obstacles, Replayed.passed = {}, set()
+            Replayed.obstacles = {}
 
     def samples(
         self, config: RunConfig, data: DatasetSpec, node_config: NodeConfig, device: torch.device
@@ -103,8 +80,6 @@ class ProcessCache:
             model = build_network(config, data.image_shape, data.num_classes, name)
             self._initial[name] = {k: v.clone() for k, v in model.state_dict().items()}
             self._networks[name, slot] = placed(model, device)
-            if config.train.compile:
-                compile_passes(model, device)
         return self._networks[name, slot]
 
     def all(self) -> Iterable[StagedModel]:

@@ -242,6 +242,20 @@ class Samples:
             start += size
 
 
+@dataclass(frozen=True)
+class Duration:
+    """How long to train: a number of epochs or of steps."""
+
+    count: int
+    unit: str = "epochs"  # or steps
+
+    def reads_again(self, num_samples: int, train: TrainConfig) -> bool:
+        """Whether any of a client's samples comes up more than once."""
+        if self.unit == "epochs":
+            return self.count > 1
+        return self.count * batch_size_for(num_samples, train) > num_samples
+
+
 def num_variants(augmentation: DataConfig) -> int:
     """The number of augmented forms of a sample: 1, 2 (flipped or not), or 0 for too many."""
     if augmentation.crop_padding or augmentation.rotation:

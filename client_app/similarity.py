@@ -108,43 +108,29 @@ def kernel_view(z: Tensor) -> Tensor:
 
 
 class CentredGram(torch.autograd.Function):
-    """K = X X' of X = A - (mean of A over the batch), [..., B, P] -> [..., B, B].
+    """K = X X' of X = A - (mean of A over the batch), [B, P] -> [B, B].
 
     Autograd would make two products of the gradient, G X and G' X, and centre [B, P] once more;
     with S = G + G' the gradient is (S - its column means) X.
     """
 
     @staticmethod
-    def forward(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """K; the mean of A, [..., P], and X, without gradient."""
-        mean = a.mean(-2)
-        x = a - mean.unsqueeze(-2)
-        return x @ x.mT, mean, x
-
-    @staticmethod
-    def setup_context(
-        ctx: FunctionCtx, inputs: tuple[Tensor], output: tuple[Tensor, Tensor, Tensor]
-    ) -> None:
-        """Saves X."""
-        _, mean, x = output
+    def forward(ctx: FunctionCtx, a: Tensor) -> tuple[Tensor, Tensor]:
+        """K; and the mean of A, [P], without gradient."""
+        mean = a.mean(0)
+        x = a - mean
         ctx.save_for_backward(x)
-        ctx.mark_non_differentiable(mean, x)
+        ctx.mark_non_differentiable(mean)
+        return x @ x.T, mean
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor, *_: Tensor) -> Tensor:
-        """The gradient for A, [..., B, P]."""
-        (x,) = ctx.saved_tensors  # type: ignore[attr-defined]  # what setup_context saved
-        both = grad + grad.mT
-        product: Tensor = (both - both.mean(-2, keepdim=True)) @ x
+    def backward(ctx: FunctionCtx, grad: Tensor, _: Tensor) -> Tensor:
+        """The gradient for A, [B, P]."""
+        (x,) = ctx.saved_tensors  # type: ignore[attr-defined]  # what forward saved
+        both = grad + grad.T
+        product: Tensor = (both - both.mean(0)) @ x
         return product
-
-    @staticmethod
-    def vmap(
-        info: object, in_dims: tuple[int], a: Tensor
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, int]]:
-        """The same for stacked clients."""
-        return CentredGram.apply(a.movedim(in_dims[0], 0)), (0, 0, 0)
 
 
 def centred_gram(a: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,5 +138,5 @@ def centred_gram(a: Tensor) -> tuple[Tensor, Tensor]:
 
     The mean carries no gradient, and K no second derivative.
     """
-    gram, mean, _ = CentredGram.apply(a)
+    gram, mean = CentredGram.apply(a)
     return gram, mean

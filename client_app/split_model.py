@@ -5,27 +5,24 @@ from collections.abc import Mapping
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from client_app.feature_cache import FrozenFeatureCache
+from client_app.feature_cache import cached
 from client_app.round import RoundContext
-from client_app.samples import Step
-from client_app.trainer import Duration, Phase
+from client_app.samples import Duration, Step
+from client_app.trainer import Descent, fit
 from models import StagedModel
 from protocol.messages import Arrays
-
-PARTS = ("head", "extractor", "full")  # of a model, which `part_phase` trains
 
 
 def head_of(model: StagedModel) -> Arrays:
     """Copies of the classifier's arrays, by their names in the whole model."""
-    weights = model.tensors
-    return {name: weights[name].detach().clone() for name in model.head_keys(model.stage_names[-1])}
+    names = model.head_keys(model.stage_names[-1])
+    return {name: model.tensors[name].detach().clone() for name in names}
 
 
 def extractor_of(model: StagedModel) -> Arrays:
     """Copies of all other arrays, by their names in the whole model."""
-    weights = model.tensors
     names = model.extractor_keys(model.stage_names[-1])
-    return {name: weights[name].detach().clone() for name in names}
+    return {name: model.tensors[name].detach().clone() for name in names}
 
 
 def with_own_head(ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
@@ -37,51 +34,50 @@ def with_own_head(ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel
     return ctx.model
 
 
-def part_phase(
+def unfreeze(model: StagedModel, part: str) -> list[nn.Parameter]:
+    """The parameters of this part: head, extractor or full. The rest is frozen, in eval mode.
+
+    BatchNorm's statistics of what is frozen do not change either.
+    """
+    parts = {"head": model.classifier, "extractor": model.stages, "full": model}
+    model.eval().requires_grad_(False)
+    return list(parts[part].train().requires_grad_(True).parameters())
+
+
+def fit_part(
     ctx: RoundContext,
     part: str,
     epochs: int,
     lr: float,
-    stream: str,
+    stream: str = "batches",
     momentum: float | None = None,
     decays: bool = True,
-) -> Phase:
-    """Epochs of cross entropy on one part of `ctx.model`: head, extractor or full.
+) -> Descent:
+    """Epochs of cross entropy on one part of `ctx.model`, the rest frozen; see `unfreeze`.
 
-    The rest is frozen; a frozen extractor is in eval mode, so that BatchNorm's statistics do not
-    change either. momentum: the run's if None; otherwise there is no weight decay, as in FedBABU's
-    fine-tuning. decays: whether lr decays like the run's.
+    momentum: the run's if None; otherwise there is no weight decay, as in FedBABU's fine-tuning.
+    decays: whether lr decays like the run's.
     """
-    model = ctx.model
-    if part not in PARTS:
-        raise ValueError(f"part_phase: part = {part!r}: expected one of {', '.join(PARTS)}")
-    trained: nn.Module = {"head": model.classifier, "extractor": model.stages, "full": model}[part]
-    model.eval().requires_grad_(False)
-    trained.train().requires_grad_(True)
-    duration = Duration(epochs, "epochs")
-    features = FrozenFeatureCache(  # read where the head is trained alone
-        ctx,
-        lambda x: model.run(x, ["features"], to_logits=False)[1],
-        is_read_again=duration.reads_again(ctx),
-    )
+    model, duration = ctx.model, Duration(epochs)
+    parameters, last_stage = unfreeze(model, part), model.stage_names[-1]
+    features = cached(ctx, lambda x: model.extract(x, last_stage), duration)
 
     def inputs(step: Step) -> tuple[Tensor, Tensor]:
-        x_or_h = features.of(step)[0] if part == "head" else step.x
-        return x_or_h, step.y
+        return features(step) if part == "head" else step.x, step.y
 
-    def terms(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        x_or_h, y = batch
-        logits = model.resume(x_or_h, after="features") if part == "head" else model(x_or_h)
+    def loss(x_or_h: Tensor, y: Tensor) -> dict[str, Tensor]:
+        logits = model.predict(x_or_h, last_stage) if part == "head" else model(x_or_h)
         return {"supervised": F.cross_entropy(logits, y)}
 
-    return Phase(
-        parameters=list(trained.parameters()),
-        inputs=inputs,
-        terms=terms,
+    return fit(
+        ctx,
+        parameters,
+        inputs,
+        loss,
         lr=lr,
         duration=duration,
         stream=stream,
+        decays=decays,
         momentum=momentum,
         weight_decay=None if momentum is None else 0.0,
-        decays=decays,
     )

@@ -8,8 +8,9 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +18,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.utils import get_total_norm as total_norm
 
-from client_app.handlers import check_released, check_update
-from client_app.method import Update
+from client_app.handlers import check_released
+from client_app.method import Method, Update
 from client_app.methods import method_class, method_of
-from client_app.objective import LocalObjective, objective_terms
+from client_app.objective import LocalObjective, ObjectiveLoss
 from client_app.process_cache import ProcessCache
 from client_app.round import RoundContext
 from client_app.samples import Pixels, Step
@@ -34,6 +35,7 @@ from protocol.config import RunConfig, app_folder, default_config, resolve_confi
 from protocol.messages import Arrays, TrainRequest
 from protocol.models import MODELS
 from protocol.options import OptionValue, keys_of, parse_options
+from protocol.packing import DTYPES
 from server_app.inline import run_inline
 from server_app.trained import stored_model
 from strategies import server_half, strategy_for
@@ -142,6 +144,42 @@ class Subject:
         return update
 
 
+def check_update(method: Method, update: Any) -> None:
+    """CheckFailed unless local training returned an `Update` with fields of the right types."""
+    name = f"{type(method).__name__}.train"
+    require(
+        isinstance(update, Update), f"{name} returned {type(update).__name__}: expected an Update"
+    )
+    require(isinstance(update.state, Mapping), f"{name}: Update.state: expected a dict of dicts")
+    fields = {"arrays": update.arrays, "extra": update.extra}
+    fields |= {f"state[{group!r}]": arrays for group, arrays in update.state.items()}
+    for field, arrays in fields.items():
+        is_named = isinstance(arrays, Mapping) and all(isinstance(n, str) for n in arrays)
+        require(
+            is_named and all(isinstance(a, Tensor) and a.dtype in DTYPES for a in arrays.values()),
+            f"{name}: Update.{field}: expected a dict of tensors by name, as in "
+            '{"weight": tensor}, of types that client state and messages can have',
+        )
+    groups = [*update.state]
+    require(
+        all(isinstance(group, str) and "/" not in group for group in groups),
+        f"{name}: the groups of Update.state are {groups}: expected strings without '/'",
+    )
+    require(
+        isinstance(update.num_steps, int),
+        f"{name}: Update.num_steps is {update.num_steps!r}: expected an int",
+    )
+    require(
+        isinstance(update.terms, Mapping)
+        and all(isinstance(value, float) for value in update.terms.values()),
+        f"{name}: Update.terms is {update.terms!r}: expected a dict of floats",
+    )
+    require(
+        method.is_stateful == bool(update.state),
+        f"is_stateful = {method.is_stateful}, and {name} returns state {groups or 'none'}",
+    )
+
+
 def options_documented(subject: Subject) -> None:
     """Every option has a constraint, a description and a default, and every default an option."""
     name, cls = subject.name, method_class(subject.name)
@@ -190,9 +228,10 @@ class Loss:
         objective = method_of(config)
         if not isinstance(objective, LocalObjective):
             raise NotApplicable("a local procedure is not one loss on one model")
+        trained = subject.trained(config).state if objective.is_stateful else {}
         state = {
             group: {n: a.double() if a.is_floating_point() else a for n, a in arrays.items()}
-            for group, arrays in subject.trained(config).state.items()
+            for group, arrays in trained.items()
         }
         with in_float64():
             ctx = subject.round(config, 2, state)
@@ -207,16 +246,45 @@ class Loss:
             self.model = ctx.model
             self.model.load_state_dict(model_for(config, open_source(config), seed=3).state_dict())
             self.model.train().requires_grad_(True)
-            self.terms_of = objective_terms(objective, ctx, self.model)
+            self.loss = ObjectiveLoss(objective, ctx, self.model)
             self.step = next(ctx.steps("check", 1))
 
-    def value(self, step: Step | None = None) -> Tensor:
-        """Sum of the loss terms, with the same dropout masks at every call."""
+    def terms(self, step: Step) -> dict[str, Any]:
+        """The loss terms of this batch, with the same dropout masks at every call."""
         torch.manual_seed(0)
         with in_float64():
-            terms = self.terms_of(step or self.step).values()
+            return dict(self.loss(*self.loss.inputs(step)))
+
+    def value(self, step: Step | None = None) -> Tensor:
+        """Sum of the loss terms."""
+        terms = self.terms(step or self.step).values()
         self.is_float64 = all(term.dtype is torch.float64 for term in terms)
         return torch.stack([term.double() for term in terms]).sum()
+
+
+def loss_terms_are_scalars(subject: Subject) -> None:
+    """Layers have names of the network's, loss terms are scalars, and one has a gradient."""
+    loss = Loss(subject)
+    objective, model = loss.loss.objective, loss.model
+    name = type(objective).__name__
+    layers = objective.layers(model)
+    require(
+        isinstance(layers, list | tuple) and set(layers) <= set(model.layer_names),
+        f"{name}.layers returned {layers!r}: expected a list of {', '.join(model.layer_names)}",
+    )
+    terms = loss.terms(loss.step)
+    for function, term in terms.items():
+        found = list(term.shape) if isinstance(term, Tensor) else type(term).__name__
+        require(
+            isinstance(term, Tensor) and term.dim() == 0,
+            f"{name}.{function} returned {found}: expected a scalar Tensor; for no penalty, "
+            "batch.logits.new_zeros(())",
+        )
+    require(
+        any(term.requires_grad for term in terms.values()),
+        f"the loss ({' + '.join(terms)}) depends on no weight that is trained: compute it from the "
+        "model's outputs, without detach",
+    )
 
 
 def gradient_is_correct(subject: Subject) -> None:
@@ -252,13 +320,20 @@ def gradient_is_correct(subject: Subject) -> None:
 
 
 def trains_on_what_it_receives(subject: Subject) -> None:
-    """Two rounds of one client give updates, and do not change the received arrays."""
+    """Two rounds of one client give updates, and change nothing that was received or stored."""
     config = subject.config()
     ctx = subject.round(config, 2, subject.trained(config).state)
-    before = {name: array.clone() for name, array in ctx.received.items()}
+    given = {"received": ctx.received, "extra": ctx.extra, **ctx.state}
+    before = {g: {n: a.clone() for n, a in arrays.items()} for g, arrays in given.items()}
     method = method_of(config)
     check_update(method, method.train(ctx))
-    require(not difference(before, ctx.received), "training changes the received arrays in place")
+    for group, arrays in given.items():
+        changed = difference(before[group], arrays)
+        require(
+            not changed,
+            f"training changes {changed!r} of {group} in place, or a frozen model that shares its "
+            "memory: clone it first",
+        )
 
 
 def frozen_models_get_no_gradient(subject: Subject) -> None:
@@ -310,12 +385,7 @@ def require_finite(update: Update) -> None:
 
 def state_round_trip(subject: Subject) -> None:
     """State is returned exactly if declared, and a state file gives back the same bits."""
-    config = subject.config()
-    method, state = method_of(config), subject.trained(config).state
-    require(
-        method.is_stateful == bool(state),
-        f"is_stateful = {method.is_stateful}, and `train` returns state {sorted(state) or 'none'}",
-    )
+    state = subject.trained(subject.config()).state
     if not state:
         raise NotApplicable("stateless")
     empty = [group for group, arrays in state.items() if not arrays]
@@ -467,6 +537,7 @@ def flags_are_consistent(subject: Subject) -> None:
 CHECKS: dict[str, Callable[[Subject], None]] = {
     "options are documented and have defaults": options_documented,
     "source is named": source_is_named,
+    "loss terms are scalars": loss_terms_are_scalars,
     "a client trains, and received arrays stay as they are": trains_on_what_it_receives,
     "gradient is finite and equals finite differences": gradient_is_correct,
     "frozen models get no gradient": frozen_models_get_no_gradient,
@@ -499,8 +570,9 @@ def check_method(name: str, directory: Path, model: str = "cnn-fedreco") -> Iter
             except Exception as error:  # of the method's own code
                 outcome, reason = "FAIL", f"{type(error).__name__}{line_in_method(error)}: {error}"
             yield Result(outcome, text, " ".join(reason.split()))
-            if outcome == "FAIL" and check in (options_documented, trains_on_what_it_receives):
-                return  # no other check could read the config, or train
+            needed = (options_documented, trains_on_what_it_receives, loss_terms_are_scalars)
+            if outcome == "FAIL" and check in needed:
+                return  # no other check could read the config, train or compute the loss
     finally:
         logging.disable(logging.NOTSET)
         if home is None:

@@ -46,8 +46,8 @@ class StagedModel(FixedModule):
     """Ordered named stages, pooling or flattening to features, and a classifier.
 
     `projection_heads` (FedIntR's q_k) are empty unless the model was built with them. They are part
-    of the state, but not of the forward pass, the extractor or the head: a method applies
-    `projection_heads[stage]` to the stage's output, flattened, itself.
+    of the state, but not of the forward pass, the extractor or the head: a method applies them
+    with `project`.
     """
 
     def __init__(
@@ -102,6 +102,11 @@ class StagedModel(FixedModule):
             if depth in depths:
                 found[depth] = x
         return _in_full(x) if to_logits else None, [_in_full(found[d]) for d in depths]
+
+    def project(self, layers: Sequence[str], outputs: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs [B, ...] of these stages, each through its projection head: [B, d] each."""
+        named = zip(layers, outputs, strict=True)
+        return [self.projection_heads[name](h.flatten(1)) for name, h in named]
 
     def extract(self, x: Tensor, split: str) -> Tensor:
         """Output of stage `split`; the features, [B, feature_width], if it is the last stage."""

@@ -150,10 +150,9 @@ class TrainConfig:
         "forward passes; auto: bf16 for more than a million parameters, on a GPU or a CPU with "
         "bfloat16 products, else fp32",
     )
-    compile: bool = option(true_or_false(), "torch.compile the networks; pays off in long GPU runs")
     cuda_graphs: bool = option(
         true_or_false(),
-        "on a GPU, record a step of local training and replay it; not with compile",
+        "on a GPU, record a step of local training and replay it",
     )
     frozen_statistics: str = option(
         one_of("running", "batch"),
@@ -595,12 +594,6 @@ def _check_table(config: RunConfig, name: str, options: type[Any]) -> None:
 
 def _validate_names(config: RunConfig) -> None:
     rounds, model = config.rounds, config.model
-    if config.train.cuda_graphs and config.train.compile:
-        raise ConfigError(
-            "compile",
-            "compile = true: cuda-graphs = true records the steps of a network that is not "
-            "compiled; leave out compile or cuda-graphs",
-        )
     refuse_unknown("method", rounds.method, list(method_names()))
     refuse_unknown("server-optimizer", rounds.server_optimizer, list(SERVER_OPTIMIZERS))
     refuse_unknown("model", model.model, list(MODELS))

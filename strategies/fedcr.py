@@ -2,7 +2,7 @@
 
 Zhang et al., ICML 2023, PMLR 202. As in their code, with a standard normal as one more factor,
     1/S_k^2 = 1 + sum_i 1/S_ik^2,   M_k = S_k^2 sum_i M_ik / S_ik^2
-over the clients that saw class k, then G_k <- (1 - b2) G_k + b2 (M_k, S_k) on mean and deviation. A
+over the clients that saw class k. A
 class that no client saw keeps its Gaussian, initially N(0, I). The average of the extractors is
 uniform.
 """
@@ -77,10 +77,9 @@ class FedCRServer(Average):
         following = super().next_arrays(current, replies)
         means, deviations, seen = ([r.extra[k] for r in replies] for k in ("M", "S", "seen"))
         m, s, reported = product_of_gaussians(means, deviations, seen)
-        b2 = self.options.b2
         is_new = reported[:, None]
-        self.m = torch.where(is_new, (1 - b2) * self.m + b2 * m, self.m)
-        self.s = torch.where(is_new, (1 - b2) * self.s + b2 * s, self.s)
+        self.m = torch.where(is_new, m, self.m)
+        self.s = torch.where(is_new, s, self.s)
         return following
 
     def own_state(self) -> Arrays:

@@ -11,6 +11,7 @@ from client_fixtures import NUM_CLASSES, SHAPE, differ, initial, make_config, ma
 from client_app.methods import method_class
 from client_app.methods.fedavg import FedAvg
 from client_app.methods.fedprox import FedProx
+from client_app.objective import LocalObjective
 from client_app.privacy import privatise
 from client_app.setup import build_network
 from protocol.catalogue import method_names
@@ -48,16 +49,16 @@ class InPlace(FedProx):
 class Leaky(FedAvg):
     """Inherits `supports_privacy`, and sends label counts without noise."""
 
-    def finish(self, update, ctx):
-        update = super().finish(update, ctx)
-        return replace(update, extra={"counts": ctx.label_counts.float()})
+    def train(self, ctx):
+        return replace(super().train(ctx), extra={"counts": ctx.label_counts.float()})
 
 
 @dataclass(frozen=True)
 class Forgetful(FedAvg):
     """Inherits `supports_privacy`, and half of what it sends is without noise."""
 
-    def finish(self, update, ctx):
+    def train(self, ctx):
+        update = LocalObjective.train(self, ctx)
         half = dict(list(update.arrays.items())[::2])
         return replace(update, arrays=update.arrays | privatise(half, ctx))
 
@@ -66,8 +67,9 @@ class Forgetful(FedAvg):
 class Twice(FedAvg):
     """Inherits `supports_privacy`, and makes two releases of one."""
 
-    def finish(self, update, ctx):
-        return super().finish(super().finish(update, ctx), ctx)
+    def train(self, ctx):
+        update = super().train(ctx)
+        return replace(update, arrays=privatise(update.arrays, ctx))
 
 
 HEAD = {"classifier.weight", "classifier.bias"}
@@ -140,9 +142,6 @@ def kl(p, q):
 
 def unit(rows):
     return rows / rows.norm(dim=1, keepdim=True)
-
-
-LEVELS = {"levels": "all", "pre_activation": True}
 
 
 LONG = {"local_epochs": 2, "momentum": 0.5}  # eight steps: most are away from the global weights

@@ -15,17 +15,18 @@ batch by batch). Only the copy of w is sent, so the global model is identical to
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from client_app.drift import drift_from
-from client_app.method import Phases
-from client_app.objective import LocalObjective, objective_phases
+from client_app.method import Update
+from client_app.objective import LocalObjective
 from client_app.round import RoundContext
-from client_app.trainer import Duration, Phase, copy_of
+from client_app.samples import Duration
+from client_app.trainer import copy_of, fit
 from models import StagedModel
 from protocol.messages import Arrays
 from protocol.options import at_least, option
@@ -56,28 +57,26 @@ class Ditto(LocalObjective):
         ctx.model.load_state_dict(state.get("personal") or ctx.initial_weights())
         return ctx.model
 
-    def phases(self, ctx: RoundContext) -> Phases:
+    def train(self, ctx: RoundContext) -> Update:
         """The global pass, then the personal one."""
-        update = yield from objective_phases(self, ctx)
-        model = self.personal_model(ctx, ctx.state).train().requires_grad_(True)
+        update = super().train(ctx)
+        v = self.personal_model(ctx, ctx.state).train().requires_grad_(True)
 
-        def terms(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-            x, y = batch
-            distance = drift_from(model, ctx.received)
+        def loss(x: Tensor, y: Tensor) -> dict[str, Tensor]:
             return {
-                "supervised": F.cross_entropy(model(x), y),
-                "penalty": self.lambda_ / 2 * distance,  # gradient lambda (v - w)
+                "supervised": F.cross_entropy(v(x), y),
+                "penalty": self.lambda_ / 2 * drift_from(v, ctx.received),  # lambda (v - w)
             }
 
-        personal = yield Phase(
-            parameters=model.weights,
-            inputs=lambda step: (step.x, step.y),
-            terms=terms,
+        personal = fit(
+            ctx,
+            v.weights,
+            lambda step: (step.x, step.y),
+            loss,
             lr=ctx.config.train.lr,
-            duration=Duration(self.personal_epochs, "epochs"),
+            duration=Duration(self.personal_epochs),
             stream="personal",
         )
-        all_terms = update.terms | {f"personal.{name}": v for name, v in personal.terms.items()}
+        terms = update.terms | {f"personal.{name}": v for name, v in personal.terms.items()}
         num_steps = update.num_steps + personal.num_steps
-        state = {"personal": copy_of(model)}
-        return replace(update, num_steps=num_steps, terms=all_terms, state=state)
+        return Update(update.arrays, num_steps, terms, state={"personal": copy_of(v)})

@@ -23,11 +23,12 @@ class FedAvg(LocalObjective):
     supports_privacy: ClassVar[bool] = True
     paper: ClassVar[str] = "McMahan et al. 2017"
 
-    def finish(self, update: Update, ctx: RoundContext) -> Update:
-        """The update; if epsilon > 0, with its difference to the received model clipped and noised.
+    def train(self, ctx: RoundContext) -> Update:
+        """Local training; with epsilon > 0 the difference to the received model is clipped, noised.
 
         Applies to parameters: the config refuses privacy for networks with BatchNorm's buffers.
         """
+        update = super().train(ctx)
         if ctx.config.privacy.epsilon == 0:
             return update
         difference = {name: array - ctx.received[name] for name, array in update.arrays.items()}

@@ -4,7 +4,7 @@ Collins et al., "FedAvg with Fine Tuning", NeurIPS 2022, arXiv 2205.13692.
 Aggregation: weighted average. Client state: none; the tuned model is discarded after evaluation.
 The FedReCo paper does not say what is tuned. The default is the head, for 10 epochs at the run's
 learning rate, with its decays, as in FedRep's and FedCR's code; BatchNorm then uses its running
-statistics. `part = "full"` tunes the whole model; an `lr` above 0 is constant.
+statistics. `part = "full"` tunes the whole model.
 """
 
 from collections.abc import Mapping
@@ -13,8 +13,7 @@ from typing import ClassVar
 
 from client_app.methods.fedavg import FedAvg
 from client_app.round import RoundContext
-from client_app.split_model import part_phase
-from client_app.trainer import train_phase
+from client_app.split_model import fit_part
 from models import StagedModel
 from protocol.messages import Arrays
 from protocol.options import at_least, one_of, option
@@ -34,7 +33,6 @@ class FedAvgFT(FedAvg):
     epochs: int = option(
         at_least(0), "epochs of tuning at evaluation", source="the code of FedRep and FedCR: 10"
     )
-    lr: float = option(at_least(0), "constant learning rate of tuning; 0: the run's")
 
     def is_tuned_for_evaluation(self) -> bool:
         """Whether `epochs` is above 0."""
@@ -43,7 +41,5 @@ class FedAvgFT(FedAvg):
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """The received model, tuned on this client's training samples."""
         ctx.model.load_state_dict(ctx.received)
-        lr = self.lr or ctx.config.train.lr
-        decays = not self.lr
-        train_phase(ctx, part_phase(ctx, self.part, self.epochs, lr, "fine-tuning", decays=decays))
+        fit_part(ctx, self.part, self.epochs, ctx.config.train.lr, "fine-tuning")
         return ctx.model

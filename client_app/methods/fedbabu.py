@@ -16,10 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from client_app.method import Method, Phases, Update
+from client_app.method import Method, Update
 from client_app.round import RoundContext
-from client_app.split_model import extractor_of, head_of, part_phase, with_own_head
-from client_app.trainer import train_phase
+from client_app.split_model import extractor_of, fit_part, head_of, with_own_head
 from models import StagedModel
 from protocol.messages import Arrays
 from protocol.options import (
@@ -60,15 +59,14 @@ class FedBABU(Method):
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """The received extractor and its head, tuned on this client's training samples."""
         model = with_own_head(ctx, state)
-        part, epochs, lr = self.part, self.epochs, self.lr
-        phase = part_phase(ctx, part, epochs, lr, "fine-tuning", momentum=0.9, decays=False)
-        train_phase(ctx, phase)
+        stream = "fine-tuning"
+        fit_part(ctx, self.part, self.epochs, self.lr, stream, momentum=0.9, decays=False)
         return model
 
-    def phases(self, ctx: RoundContext) -> Phases:
+    def train(self, ctx: RoundContext) -> Update:
         """The extractor alone, or with a private head."""
         model, train = with_own_head(ctx, ctx.state), ctx.config.train
         part = "full" if self.fedper_like else "extractor"
-        descent = yield part_phase(ctx, part, train.local_epochs, train.lr, stream="batches")
+        descent = fit_part(ctx, part, train.local_epochs, train.lr)
         state = {"head": head_of(model)} if self.fedper_like else {}
         return Update(extractor_of(model), descent.num_steps, descent.terms, state=state)

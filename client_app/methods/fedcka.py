@@ -118,8 +118,7 @@ class FedCKA(PreviousModelObjective):
         """The layers' outputs, or their projections [B, 256]."""
         if self.projection == "none":
             return outputs
-        named = zip(self.layers(model), outputs, strict=True)
-        return [model.projection_heads[name](a.flatten(1)) for name, a in named]
+        return model.project(self.layers(model), outputs)
 
     def layers(self, model: StagedModel) -> list[str]:
         """The M layers nearest the input. ValueError if the model has fewer."""

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from client_app.methods.fedrcl import _LevelContrast
+from client_app.level_contrast import LevelContrast
 from protocol.options import more_than, one_of, option
 
 
@@ -33,7 +33,7 @@ def repulsion(phi: Tensor, tau: float, negatives: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FedCL(_LevelContrast):
+class FedCL(LevelContrast):
     """Repulsion of samples within the batch, at every stage."""
 
     regularises: ClassVar[str] = "all stages, samples of a batch against each other, without labels"

@@ -8,8 +8,8 @@ The extractor's last layer outputs mu and s = softplus(raw) > 0 for each sample,
 z = mu + s eps; G_y = N(M_y, S_y^2): the global Gaussian of class y, initially N(0, I).
 
 Loss: CE, mean over batch and `samples` draws, plus beta KL( G_y || N(mu, s^2) ), summed over dz,
-mean over the batch. This is the direction of the KL in the authors' code. `reverse = true` is
-KL(local || global), which follows from the paper's bound and diverges as S_y shrinks.
+mean over the batch. This is the direction of the KL in the authors' code. KL(local || global),
+which follows from the paper's bound, diverges as S_y shrinks.
 
 The authors' command sets beta = 1e-4 with dz = 512. Here dz is 256, the default of their code,
 whose default beta is 0.001.
@@ -29,15 +29,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from client_app.feature_cache import FrozenFeatureCache
-from client_app.method import Method, ModelParts, Phases, Update
+from client_app.feature_cache import cached
+from client_app.method import Method, ModelParts, Update
 from client_app.round import RoundContext, check_extra
-from client_app.samples import Step
-from client_app.split_model import extractor_of, head_of, with_own_head
-from client_app.trainer import Duration, Phase, train_phase
+from client_app.samples import Duration, Step
+from client_app.split_model import extractor_of, head_of, unfreeze, with_own_head
+from client_app.trainer import fit
 from models import StagedModel
 from protocol.messages import Arrays
-from protocol.options import at_least, between, option, true_or_false
+from protocol.options import at_least, between, option
 
 smallest = 1e-8  # standard deviations shrink like 1 / sqrt(samples): keep their logarithms finite
 
@@ -67,12 +67,20 @@ def sampled_cross_entropy(head: nn.Module, mu: Tensor, s: Tensor, y: Tensor, eps
 class Product:
     """The product of the posteriors of a client's samples, per class: again a Gaussian.
 
-    1/S^2 = sum of 1/s^2, M = S^2 times the sum of mu/s^2; [C, dz].
+    1/S^2 = sum of 1/s^2, M = S^2 times the sum of mu/s^2; [C, dz]. It is that of the last epoch.
     """
 
     def __init__(self, num_classes: int, width: int, device: torch.device) -> None:
         self.precision = torch.zeros(num_classes, width, device=device)
         self.weighted = torch.zeros(num_classes, width, device=device)
+        self.epoch = 0
+
+    def begin(self, epoch: int) -> None:
+        """Begin anew where this step's epoch is another than the last step's."""
+        if epoch != self.epoch:
+            self.precision.zero_()
+            self.weighted.zero_()
+        self.epoch = epoch
 
     def add(self, mu: Tensor, s: Tensor, y: Tensor) -> None:
         """Multiply in the posteriors of one batch: detached mu and s [B, dz]."""
@@ -134,16 +142,6 @@ class FedCR(Method):
         "draws of the features per sample, in training and evaluation",
         source="authors' code",
     )
-    reverse: bool = option(
-        true_or_false(),
-        "KL(local || global) instead of KL(global || local)",
-        source="paper's bound",
-    )
-    b2: float = option(
-        between(0, 1),
-        "weight of the new product in the server's Gaussians; 1: replaces them",
-        source="authors' code",
-    )
     final_head_epochs: int = option(
         at_least(0), "epochs on the head after the last round", source="10 in the authors' code"
     )
@@ -169,31 +167,22 @@ class FedCR(Method):
 
     def _tune_head(self, ctx: RoundContext, model: StagedModel) -> None:
         """Train the head alone, on sampled features as in evaluation."""
-        duration = Duration(self.final_head_epochs, "epochs")
-        last_stage = model.stage_names[-1]
-        model.eval().requires_grad_(False)
-        head = model.classifier.train().requires_grad_(True)
-        draw = self._draws(ctx, "fine-tuning")
-        posteriors = FrozenFeatureCache(
+        head, last_stage = unfreeze(model, "head"), model.stage_names[-1]
+        duration, draw = Duration(self.final_head_epochs), self._draws(ctx, "fine-tuning")
+        raw_of = cached(ctx, lambda x: model.run(x, [last_stage], to_logits=False)[1][0], duration)
+
+        def loss(raw: Tensor, y: Tensor, eps: Tensor) -> dict[str, Tensor]:
+            return {"supervised": sampled_cross_entropy(model.classifier, *gaussian(raw), y, eps)}
+
+        fit(
             ctx,
-            lambda x: model.run(x, [last_stage], to_logits=False)[1],
-            is_read_again=duration.reads_again(ctx),
-        )
-
-        def terms(inputs: tuple[Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
-            posterior, y, eps = inputs
-            mu, s = gaussian(posterior)
-            return {"supervised": sampled_cross_entropy(head, mu, s, y, eps)}
-
-        phase = Phase(
-            parameters=list(head.parameters()),
-            inputs=lambda step: (*posteriors.of(step), step.y, draw(step)),
-            terms=terms,
+            head,
+            lambda step: (raw_of(step), step.y, draw(step)),
+            loss,
             lr=ctx.config.train.lr,
             duration=duration,
             stream="fine-tuning",
         )
-        train_phase(ctx, phase)
 
     def _draws(self, ctx: RoundContext, stream: str) -> Callable[[Step], Tensor]:
         """The function from a step to its eps [draws, B, dz], of this client's random stream."""
@@ -203,39 +192,32 @@ class FedCR(Method):
             *(self.samples, len(step.y), width), generator=generator, device=ctx.device
         )
 
-    def phases(self, ctx: RoundContext) -> Phases:
-        """Extractor and head together; class products are collected in the last epoch."""
+    def train(self, ctx: RoundContext) -> Update:
+        """Extractor and head together; the class products are those of the last epoch."""
         train = ctx.config.train
         model = with_own_head(ctx, ctx.state).train().requires_grad_(True)
         like = model.classifier.weight  # [C, dz]
         check_extra(ctx.extra, {"M": like, "S": like})
         m, deviation = ctx.extra["M"], ctx.extra["S"].clamp_min(smallest)  # [C, dz]
         product = Product(model.num_classes, model.feature_width, ctx.device)
-        last_stage = model.stage_names[-1]
-        draw = self._draws(ctx, "batches")
+        last_stage, draw = model.stage_names[-1], self._draws(ctx, "batches")
 
-        def terms(inputs: tuple[Tensor, ...]) -> tuple[Arrays, tuple[Tensor, Tensor]]:
-            x, y, eps, m_y, s_y = inputs
+        def inputs(step: Step) -> tuple[Tensor, ...]:
+            product.begin(step.epoch)
+            return step.x, step.y, draw(step), m[step.y], deviation[step.y]
+
+        def loss(x: Tensor, y: Tensor, eps: Tensor, m_y: Tensor, s_y: Tensor) -> dict[str, Tensor]:
             _, (raw,) = model.run(x, [last_stage], to_logits=False)
             mu, s = gaussian(raw)
-            kl = divergence(mu, s, m_y, s_y) if self.reverse else divergence(m_y, s_y, mu, s)
-            losses = {
+            product.add(mu.detach(), s.detach(), y)
+            kl = divergence(m_y, s_y, mu, s)
+            return {
                 "supervised": sampled_cross_entropy(model.classifier, mu, s, y, eps),
                 "penalty": self.beta * kl.mean(),
             }
-            return losses, (mu.detach(), s.detach())
 
-        def observe(step: Step, posterior: tuple[Tensor, Tensor]) -> None:
-            if step.epoch == train.local_epochs - 1:
-                product.add(*posterior, step.y)
-
-        descent = yield Phase(
-            parameters=model.weights,
-            inputs=lambda step: (step.x, step.y, draw(step), m[step.y], deviation[step.y]),
-            terms=terms,
-            observe=observe,
-            lr=train.lr,
-            duration=Duration(train.local_epochs, "epochs"),
+        descent = fit(
+            ctx, model.weights, inputs, loss, lr=train.lr, duration=Duration(train.local_epochs)
         )
         return Update(
             extractor_of(model),

@@ -8,7 +8,7 @@ the model.
 
 Where the paper leaves a choice open, this follows the authors' code: the cosines are averaged over
 the batch before eqs. (2) and (4) (`reduction = "sample"`: the equations per sample, then the mean),
-and gradient flows through alpha_k (`detach = true` stops it). `layer-weights = "average"` is
+and gradient flows through alpha_k. `layer-weights = "average"` is
 eq. (6), Table V. At a client's first participation z_p = z_g, so l_k is the constant log 2 and the
 regulariser is left out. The projection heads then stay as received, without weight decay.
 
@@ -29,7 +29,7 @@ from torch import Tensor
 from client_app.method import ModelParts
 from client_app.objective import Batch, PreviousModelObjective
 from models import StagedModel
-from protocol.options import at_least, between, more_than, one_of, option, true_or_false
+from protocol.options import at_least, between, more_than, one_of, option
 
 
 def cosines(z: Sequence[Tensor], z_other: Sequence[Tensor]) -> Tensor:
@@ -74,7 +74,6 @@ class FedIntR(PreviousModelObjective):
         "batch: average the cosines first; sample: equations per sample",
         source="authors' code: batch",
     )
-    detach: bool = option(true_or_false(), "no gradient through alpha_k", source="this project")
     projection_width: int = option(
         between(1, 65_536), "d: outputs of each projection head", source="Sec. IV; the paper: 256"
     )
@@ -89,8 +88,7 @@ class FedIntR(PreviousModelObjective):
 
     def represent(self, model: StagedModel, outputs: list[Tensor]) -> list[Tensor]:
         """z^k, [B, d] each, through the projection heads of `model` itself."""
-        named = zip(self.layers(model), outputs, strict=True)
-        return [model.projection_heads[name](h.flatten(1)) for name, h in named]
+        return model.project(self.layers(model), outputs)
 
     def penalty(self, batch: Batch) -> Tensor:
         """mu sum_k alpha_k l_k, the second term of eq. (5)."""
@@ -102,8 +100,6 @@ class FedIntR(PreviousModelObjective):
             alpha = similarity_weights(s_g, self.tau)
         else:
             alpha = torch.full_like(s_g, 1 / len(s_g))  # eq. (6)
-        if self.detach:
-            alpha = alpha.detach()
         losses = representation_losses(s_g, s_p, self.tau)
         # sum over k, then, with `reduction = "sample"`, mean over samples
         return self.mu * (alpha * losses).sum(0).mean()

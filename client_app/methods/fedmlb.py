@@ -7,8 +7,7 @@ p: logits of the local network; q_j: logits of pathway j, local stages 1..j, the
 network's stages j+1..L and its classifier; M pathways, one for every stage.
 
 The global weights are frozen, but gradient flows through them into the local features. As in the
-authors' code, the target q_j of the KL is not detached (`detach-target = true` detaches it), and
-there is no factor T^2.
+authors' code, the target q_j of the KL is not detached. The temperature of the KL is 1.
 
 The authors' network has GroupNorm. Without normalisation this loss makes activations grow until
 ReLUs die and the model collapses, with the authors' code too. A warning before round 1 says so;
@@ -27,7 +26,7 @@ from client_app.objective import Batch, LocalObjective
 from models import StagedModel
 from protocol.config import RunConfig
 from protocol.models import MODELS
-from protocol.options import at_least, more_than, option, true_or_false
+from protocol.options import at_least, option
 
 
 def hybrid_cross_entropy(q: Sequence[Tensor], y: Tensor) -> Tensor:
@@ -35,15 +34,14 @@ def hybrid_cross_entropy(q: Sequence[Tensor], y: Tensor) -> Tensor:
     return torch.stack([F.cross_entropy(q_j, y) for q_j in q]).mean()
 
 
-def pathway_divergence(q: Sequence[Tensor], p: Tensor, temperature: float) -> Tensor:
-    """(1/M) sum_j KL(softmax(q_j / T) || softmax(p / T)), a scalar.
+def pathway_divergence(q: Sequence[Tensor], p: Tensor) -> Tensor:
+    """(1/M) sum_j KL(softmax(q_j) || softmax(p)), a scalar.
 
     Sum over classes, mean over the batch. Gradient flows into both arguments.
     """
-    log_p = F.log_softmax(p / temperature, dim=1)
-    log_q = [F.log_softmax(q_j / temperature, dim=1) for q_j in q]
-    # F.kl_div has the same bits, but vmap would loop over stacked clients
-    terms = [(log_q_j.exp() * (log_q_j - log_p)).sum() / len(p) for log_q_j in log_q]
+    log_p = F.log_softmax(p, dim=1)
+    log_q = [F.log_softmax(q_j, dim=1) for q_j in q]
+    terms = [F.kl_div(log_p, each, reduction="batchmean", log_target=True) for each in log_q]
     return torch.stack(terms).mean()
 
 
@@ -62,14 +60,6 @@ class FedMLB(LocalObjective):
     )
     lambda2: float = option(
         at_least(0), "weight of the divergence from the pathways", source="the paper: 1"
-    )
-    temperature: float = option(
-        more_than(0), "temperature of the divergence", source="the paper: 1"
-    )
-    detach_target: bool = option(
-        true_or_false(),
-        "no gradient through the pathways' side of the divergence",
-        source="authors' code: false",
     )
 
     def warning(self, config: RunConfig, num_samples: Mapping[str, int]) -> str:
@@ -92,6 +82,5 @@ class FedMLB(LocalObjective):
         assert network is not None
         stages = self.layers(network)
         q = [network.resume(h, after=s) for s, h in zip(stages, batch.reps, strict=True)]
-        targets = [q_j.detach() for q_j in q] if self.detach_target else q
-        divergence = pathway_divergence(targets, batch.logits, self.temperature)
+        divergence = pathway_divergence(q, batch.logits)
         return self.lambda1 * hybrid_cross_entropy(q, batch.y) + self.lambda2 * divergence

@@ -23,11 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from client_app.method import Method, Phases, Update
+from client_app.method import Method, Update
 from client_app.prototypes import class_means, class_sums, feature_sums
 from client_app.round import RoundContext, check_extra
-from client_app.split_model import extractor_of, head_of, part_phase, with_own_head
-from client_app.trainer import Duration, Phase
+from client_app.samples import Duration
+from client_app.split_model import extractor_of, fit_part, head_of, unfreeze, with_own_head
+from client_app.trainer import fit
 from models import StagedModel
 from protocol.messages import Arrays
 from protocol.options import at_least, more_than, option
@@ -99,49 +100,38 @@ class FedPAC(Method):
         mixed = {k.removeprefix("head."): ctx.extra[k] for k in like if k.startswith("head.")}
         return with_own_head(ctx, {"head": {**state.get("head", {}), **mixed}})
 
-    def phases(self, ctx: RoundContext) -> Phases:
+    def train(self, ctx: RoundContext) -> Update:
         """Statistics, head, extractor, class means."""
-        model, train = self.personal_model(ctx, ctx.state), ctx.config.train
+        model = self.personal_model(ctx, ctx.state)
         sums, counts, mean_square = feature_sums(model, ctx.train_samples)
         own_means = class_means(sums, counts)
         h, v = head_statistics(own_means, counts, mean_square)
-        t = []
+        t: Tensor | None = None
         if "prototypes" in ctx.extra:
-            t = [targets(ctx.extra["prototypes"], ctx.extra["is-known"], own_means)]
+            t = targets(ctx.extra["prototypes"], ctx.extra["is-known"], own_means)
 
-        head = yield part_phase(ctx, "head", 1, self.head_lr, stream="head", decays=False)
-        model.eval().requires_grad_(False)
-        model.stages.train().requires_grad_(True)
-
-        def terms(inputs: tuple[Tensor, Tensor, list[Tensor]]) -> dict[str, Tensor]:
-            x, y, t_y = inputs
-            logits, (features,) = model.run(x, ["features"])
+        def loss(x: Tensor, y: Tensor, t_y: Tensor | None) -> dict[str, Tensor]:
+            logits, (f,) = model.run(x, ["features"])
             assert logits is not None
-            losses = {"supervised": F.cross_entropy(logits, y)}
-            if t_y:
-                losses["penalty"] = self.lambda_ * F.mse_loss(features, t_y[0])
-            return losses
+            terms = {"supervised": F.cross_entropy(logits, y)}
+            if t_y is not None:
+                terms["penalty"] = self.lambda_ * F.mse_loss(f, t_y)
+            return terms
 
-        extractor = yield Phase(
-            parameters=list(model.stages.parameters()),
-            inputs=lambda step: (step.x, step.y, [t_k[step.y] for t_k in t]),
-            terms=terms,
-            lr=train.lr,
-            duration=Duration(self.extractor_epochs, "epochs"),
+        head = fit_part(ctx, "head", 1, self.head_lr, stream="head", decays=False)
+        extractor = fit(
+            ctx,
+            unfreeze(model, "extractor"),
+            lambda step: (step.x, step.y, None if t is None else t[step.y]),
+            loss,
+            lr=ctx.config.train.lr,
+            duration=Duration(self.extractor_epochs),
         )
         trained_sums, _ = class_sums(model, ctx.train_samples)
         own_head = head_of(model)
-        extra = {
-            **{f"head.{name}": array for name, array in own_head.items()},
-            "h": h,
-            "v": v.reshape(1),
-            "means": class_means(trained_sums, counts),
-            "counts": counts,
-        }
-        return Update(
-            extractor_of(model),
-            head.num_steps + extractor.num_steps,
-            extractor.terms,
-            extra=extra,
-            state={"head": own_head},
-        )
+        extra = {f"head.{name}": array for name, array in own_head.items()}
+        extra |= {"h": h, "v": v.reshape(1)}
+        extra |= {"means": class_means(trained_sums, counts), "counts": counts}
+        num_steps = head.num_steps + extractor.num_steps
+        state = {"head": own_head}
+        return Update(extractor_of(model), num_steps, extractor.terms, extra, state)

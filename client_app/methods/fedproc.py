@@ -27,7 +27,6 @@ from client_app.objective import Batch, LocalObjective
 from client_app.prototypes import class_sums
 from client_app.round import RoundContext, check_extra
 from models import StagedModel
-from protocol.messages import Arrays
 from protocol.options import at_least, option
 
 
@@ -96,8 +95,8 @@ class FedProc(LocalObjective):
             return z.new_zeros(())
         return weight * prototype_contrast(z, batch.y, batch.ctx.extra["prototypes"])
 
-    def finish(self, update: Update, ctx: RoundContext) -> Update:
-        """The update with this client's class sums under the trained model."""
+    def train(self, ctx: RoundContext) -> Update:
+        """Local training, then this client's class sums under the trained model."""
+        update = super().train(ctx)
         sums, counts = class_sums(ctx.model, ctx.train_samples)
-        extra: Arrays = {"sums": sums, "counts": counts}
-        return replace(update, extra=extra)
+        return replace(update, extra={"sums": sums, "counts": counts})

@@ -30,8 +30,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from client_app.objective import Batch, LocalObjective
-from client_app.similarity import unit_features
+from client_app.level_contrast import LevelContrast
 from models import StagedModel
 from protocol.options import at_least, between, more_than, one_of, option, true_or_false
 
@@ -89,36 +88,7 @@ MINING: dict[str, Callable[[Tensor, Tensor, float, float, float], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class _LevelContrast(LocalObjective):
-    """Base of FedRCL and its ablations: a loss on each level's phi_l, averaged over levels."""
-
-    default_weighting: ClassVar[str] = "uniform"
-
-    levels: str = option(one_of("all", "last"), "stages compared", source="FedRCL, Table 4")
-    pre_activation: bool = option(
-        true_or_false(), "representations before the final ReLU", source="authors' code"
-    )
-
-    def layers(self, model: StagedModel) -> list[str]:
-        """All stages or the last, before or after their activation."""
-        stages = model.regularised_stages if self.levels == "all" else model.regularised_stages[-1:]
-        return [f"{stage}:pre" if self.pre_activation else stage for stage in stages]
-
-    def represent(self, model: StagedModel, outputs: list[Tensor]) -> list[Tensor]:
-        """phi_l, [B, C] each."""
-        return [unit_features(z) for z in outputs]
-
-    def level_loss(self, phi: Tensor, y: Tensor) -> Tensor:
-        """The loss at one level, a scalar. phi [B, C] of unit length, y [B]."""
-        raise NotImplementedError
-
-    def penalty(self, batch: Batch) -> Tensor:
-        """(1/L) sum_l of the loss at level l, section 4.4."""
-        return torch.stack([self.level_loss(phi, batch.y) for phi in batch.reps]).mean()
-
-
-@dataclass(frozen=True)
-class FedRCL(_LevelContrast):
+class FedRCL(LevelContrast):
     """Supervised contrast within the batch, at every level, with a penalty on collapse."""
 
     regularises: ClassVar[str] = "all stages, samples of a batch against each other"
@@ -136,6 +106,16 @@ class FedRCL(_LevelContrast):
     mining: str = option(
         one_of("all", "hard"), "all pairs, eq. (5), or hard pairs", source="hard: authors' code"
     )
+
+    levels: str = option(one_of("all", "last"), "stages compared", source="Table 4")
+    pre_activation: bool = option(
+        true_or_false(), "representations before the final ReLU", source="authors' code"
+    )
+
+    def layers(self, model: StagedModel) -> list[str]:
+        """All stages or the last, before or after their activation."""
+        stages = model.regularised_stages if self.levels == "all" else model.regularised_stages[-1:]
+        return [f"{stage}:pre" if self.pre_activation else stage for stage in stages]
 
     def level_loss(self, phi: Tensor, y: Tensor) -> Tensor:
         """L_RCL(phi_l), eq. (5)."""

@@ -26,11 +26,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from client_app.feature_cache import FrozenFeatureCache
-from client_app.method import Method, Phases, Update
+from client_app.feature_cache import cached
+from client_app.method import Method, Update
 from client_app.privacy import privatise
 from client_app.round import RoundContext
-from client_app.trainer import Duration, Phase, copy_of
+from client_app.samples import Duration
+from client_app.trainer import copy_of, fit
 from models import Extractor, StagedModel
 from protocol.messages import Arrays
 from protocol.options import any_text, at_least, duration, option, parse_duration
@@ -104,59 +105,49 @@ class FedReCo(Method):
         ctx.model.load_state_dict(state.get("model") or ctx.initial_weights() | u_0)
         return ctx.model
 
-    def phases(self, ctx: RoundContext) -> Phases:
+    def train(self, ctx: RoundContext) -> Update:
         """Algorithm 1, lines 6 to 18."""
         model = self.personal_model(ctx, ctx.state).train().requires_grad_(True)
-        split = self.split_stage(model)
-        shared = ctx.network("global", ctx.config.model.model)
+        shared, split = ctx.network("global", ctx.config.model.model), self.split_stage(model)
         u_i, u_0 = model.extractor(split), shared.extractor(self.split_stage(shared))
+        v_i = [model.tensors[name] for name in model.head_keys(split)]
         u_0.load_state_dict(ctx.received)
         u_0.eval().requires_grad_(False)
-        in_u = {id(p) for p in u_i.weights}
-        v_i = [p for p in model.weights if id(p) not in in_u]
-
         k_v, k_u = Duration(*parse_duration(self.k_v)), Duration(*parse_duration(self.k_u))
-        h_of_u_i = FrozenFeatureCache(ctx, lambda x: [u_i(x)], is_read_again=k_v.reads_again(ctx))
-        h_of_u_0 = FrozenFeatureCache(ctx, lambda x: [u_0(x)], is_read_again=k_u.reads_again(ctx))
 
-        def head_terms(inputs: tuple[Tensor, Tensor]) -> dict[str, Tensor]:  # f_i in v_i, eq. (6)
-            h, y = inputs
+        def f_i(h: Tensor, y: Tensor) -> dict[str, Tensor]:
             return {"supervised": F.cross_entropy(model.predict(h, split), y)}
 
-        def extractor_terms(  # f_i + lambda/2 H_i in u_i, eq. (7)
-            inputs: tuple[Tensor, Tensor, Tensor],
-        ) -> dict[str, Tensor]:
-            x, y, h_0 = inputs
+        def f_i_and_consensus(x: Tensor, y: Tensor, h_0: Tensor) -> dict[str, Tensor]:
             h = u_i(x)
-            return {
-                "supervised": F.cross_entropy(model.predict(h, split), y),
-                "penalty": self.lambda_ / 2 * representation_distance(h, h_0),
-            }
+            return f_i(h, y) | {"penalty": self.lambda_ / 2 * representation_distance(h, h_0)}
 
         u_i.eval()
-        head = yield Phase(
-            parameters=v_i,
-            inputs=lambda step: (*h_of_u_i.of(step), step.y),
-            terms=head_terms,
+        h_i, h_0 = cached(ctx, u_i, k_v), cached(ctx, u_0, k_u)
+        head = fit(  # eq. (6)
+            ctx,
+            v_i,
+            lambda step: (h_i(step), step.y),
+            f_i,
             lr=self.eta_v,
             duration=k_v,
             stream="head",
         )
         model.eval()  # v_i is fixed, its norm statistics included
         u_i.train()
-        extractor = yield Phase(
-            parameters=u_i.weights,
-            inputs=lambda step: (step.x, step.y, *h_of_u_0.of(step)),
-            terms=extractor_terms,
+        extractor = fit(  # eq. (7)
+            ctx,
+            u_i.weights,
+            lambda step: (step.x, step.y, h_0(step)),
+            f_i_and_consensus,
             lr=self.eta_u,
             duration=k_u,
             stream="extractor",
         )
-
-        step = next(ctx.steps("release", 1, "steps"))
+        x = next(ctx.steps("release", 1, "steps")).x
         with torch.no_grad():
-            h = u_i.eval()(step.x)
-        g_i = consensus_gradient(u_0.requires_grad_(True), step.x, h)  # line 18
+            h = u_i.eval()(x)
+        g_i = consensus_gradient(u_0.requires_grad_(True), x, h)  # line 18
         num_steps = head.num_steps + extractor.num_steps
         state = {"model": copy_of(model)}
         return Update(privatise(g_i, ctx), num_steps, extractor.terms, state=state)

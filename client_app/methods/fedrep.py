@@ -16,10 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from client_app.method import Method, Phases, Update
+from client_app.method import Method, Update
 from client_app.round import RoundContext
-from client_app.split_model import extractor_of, head_of, part_phase, with_own_head
-from client_app.trainer import train_phase
+from client_app.split_model import extractor_of, fit_part, head_of, with_own_head
 from models import StagedModel
 from protocol.messages import Arrays
 from protocol.options import at_least, option
@@ -60,15 +59,14 @@ class FedRep(Method):
         """The received extractor and its own head, tuned after the last round if so configured."""
         model = with_own_head(ctx, state)
         if ctx.round == ctx.config.rounds.num_rounds and self.final_head_epochs:
-            lr = ctx.config.train.lr
-            train_phase(ctx, part_phase(ctx, "head", self.final_head_epochs, lr, "fine-tuning"))
+            fit_part(ctx, "head", self.final_head_epochs, ctx.config.train.lr, "fine-tuning")
         return model
 
-    def phases(self, ctx: RoundContext) -> Phases:
+    def train(self, ctx: RoundContext) -> Update:
         """Head, then extractor, each with an optimizer of its own."""
         model, lr = with_own_head(ctx, ctx.state), ctx.config.train.lr
-        head = yield part_phase(ctx, "head", self.head_epochs, lr, stream="head")
-        extractor = yield part_phase(ctx, "extractor", self.extractor_epochs, lr, stream="batches")
+        head = fit_part(ctx, "head", self.head_epochs, lr, stream="head")
+        extractor = fit_part(ctx, "extractor", self.extractor_epochs, lr)
         num_steps = head.num_steps + extractor.num_steps
         state = {"head": head_of(model)}
         return Update(extractor_of(model), num_steps, extractor.terms, state=state)

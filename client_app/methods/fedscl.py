@@ -10,12 +10,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from client_app.methods.fedrcl import MINING, _LevelContrast
+from client_app.level_contrast import LevelContrast
+from client_app.methods.fedrcl import MINING
 from protocol.options import more_than, one_of, option
 
 
 @dataclass(frozen=True)
-class FedSCL(_LevelContrast):
+class FedSCL(LevelContrast):
     """Supervised contrast within the batch, at every stage."""
 
     regularises: ClassVar[str] = "all stages, samples of a batch against each other"

@@ -7,8 +7,7 @@ Aggregation: weighted average. Client state: none.
 FedRCL states only lambda. This is the generic feature distillation of its released client: the
 mean square over batch and channels, then the mean over layers. Teacher and student have
 the same architecture, so there is no regressor; the factor 1/2 is absent. The layers are the
-stages, before their final ReLU, and the logits (`logits = false` drops them; `pooled = false`
-compares whole feature maps).
+stages, before their final ReLU and averaged over positions, and the logits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from torch import Tensor
 from client_app.objective import Batch, LocalObjective
 from client_app.similarity import spatial_mean
 from models import StagedModel
-from protocol.options import at_least, option, true_or_false
+from protocol.options import at_least, option
 
 
 def feature_distance(f: Sequence[Tensor], f_g: Sequence[Tensor]) -> Tensor:
@@ -49,19 +48,14 @@ class FitNet(LocalObjective):
         source="FedRCL, supplement E: 0.001",
         key="lambda",
     )
-    logits: bool = option(true_or_false(), "compare the logits too", source="FedRCL's code")
-    pooled: bool = option(
-        true_or_false(), "average over positions; false: whole feature maps", source="FedRCL's code"
-    )
 
     def layers(self, model: StagedModel) -> list[str]:
         """Every stage before its activation, and the logits."""
-        stages = [f"{stage}:pre" for stage in model.regularised_stages]
-        return [*stages, "logits"] if self.logits else stages
+        return [*(f"{stage}:pre" for stage in model.regularised_stages), "logits"]
 
     def represent(self, model: StagedModel, outputs: list[Tensor]) -> list[Tensor]:
-        """f_l, averaged over positions with `pooled`."""
-        return [spatial_mean(z) for z in outputs] if self.pooled else outputs
+        """f_l, [B, C] each: averaged over positions."""
+        return [spatial_mean(z) for z in outputs]
 
     def penalty(self, batch: Batch) -> Tensor:
         """lambda FD."""

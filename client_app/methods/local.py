@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from client_app.method import Method, Phases, Update
+from client_app.method import Method, Update
 from client_app.round import RoundContext
-from client_app.split_model import part_phase
+from client_app.split_model import fit_part
 from client_app.trainer import copy_of
 from models import StagedModel
 from protocol.messages import Arrays
@@ -34,8 +34,8 @@ class LocalOnly(Method):
         ctx.model.load_state_dict(state.get("model") or ctx.initial_weights())
         return ctx.model
 
-    def phases(self, ctx: RoundContext) -> Phases:
+    def train(self, ctx: RoundContext) -> Update:
         """Continue training the model of the last round; nothing is sent."""
         model, train = self.personal_model(ctx, ctx.state), ctx.config.train
-        descent = yield part_phase(ctx, "full", train.local_epochs, train.lr, stream="batches")
+        descent = fit_part(ctx, "full", train.local_epochs, train.lr)
         return Update({}, descent.num_steps, descent.terms, state={"model": copy_of(model)})

@@ -94,8 +94,7 @@ class MOON(PreviousModelObjective):
         """z, [B, d]."""
         if self.projection != "mlp-side":
             return outputs
-        (h,), (name,) = outputs, self.layers(model)
-        return [model.projection_heads[name](h.flatten(1))]
+        return model.project(self.layers(model), outputs)
 
     def penalty(self, batch: Batch) -> Tensor:
         """mu l_con, eq. (4)."""

@@ -26,14 +26,14 @@ same number.
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from client_app.method import Phases, Update
-from client_app.objective import LocalObjective, objective_phase
+from client_app.method import Update
+from client_app.objective import LocalObjective, minimise
 from client_app.round import RoundContext, check_extra
 from client_app.samples import batch_size_for
 from client_app.trainer import copy_of
@@ -122,9 +122,9 @@ class Scaffold(LocalObjective):
             "collapse; with batches-per-epoch, clients with enough samples take nearly as many"
         )
 
-    def phases(self, ctx: RoundContext) -> Phases:
+    def train(self, ctx: RoundContext) -> Update:
         """Algorithm 1, lines 7 to 14."""
-        train, model = ctx.config.train, ctx.model
+        model, momentum = ctx.model, ctx.config.train.momentum
         model.load_state_dict(ctx.received)
         parameters = dict(model.named_parameters())
         check_extra(ctx.extra, {f"c.{name}": p for name, p in parameters.items()})
@@ -134,22 +134,18 @@ class Scaffold(LocalObjective):
             n: accepted[n].to(ctx.device) if accepted else torch.zeros_like(p)
             for n, p in parameters.items()
         }
-        corrected = self.momentum_form == "corrected"
-        phase = objective_phase(self, ctx)
-        if corrected:  # line 10: g - c_i + c
-            phase = replace(phase, gradient_offsets=[c[n] - c_i[n] for n in parameters])
+        correction = [c[n] - c_i[n] for n in parameters]
+        if self.momentum_form == "corrected":  # line 10: g - c_i + c
+            descent = minimise(self, ctx, gradient_offsets=correction)
         else:
-            phase = replace(phase, step_offsets=[c_i[n] - c[n] for n in parameters])
-        descent = yield phase
-        arrays = copy_of(model)
-        k_eta = momentum_length(descent.rates, train.momentum if corrected else 0.0)
-        next_c_i: Arrays = c_i
-        if k_eta > 0:  # without a step c_i cannot be estimated
-            next_c_i = {
-                n: next_control_variate(c_i[n], c[n], ctx.received[n], arrays[n], k_eta)
-                for n in parameters
-            }
-        extra = {f"dc.{name}": next_c_i[name] - c_i[name] for name in parameters}
+            descent = minimise(self, ctx, step_offsets=[-each for each in correction])
+            momentum = 0.0
+        w, w_i, k_eta = ctx.received, copy_of(model), momentum_length(descent.rates, momentum)
+        next_c_i = {
+            n: next_control_variate(c_i[n], c[n], w[n], w_i[n], k_eta) if k_eta > 0 else c_i[n]
+            for n in parameters  # without a step c_i cannot be estimated
+        }
+        dc = {f"dc.{name}": next_c_i[name] - c_i[name] for name in parameters}
         made_in = {"round": torch.tensor(ctx.round)}
         state = {"control": next_c_i, "control-before": c_i, "control-made": made_in}
-        return Update(arrays, descent.num_steps, descent.terms, extra, state)
+        return Update(w_i, descent.num_steps, descent.terms, dc, state)

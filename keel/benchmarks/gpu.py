@@ -28,7 +28,6 @@ WAYS: dict[str, Keys] = {
     "fp32": {"precision": "fp32"},
     "tf32": {"precision": "tf32"},
     "bf16": {"precision": "bf16"},
-    "bf16, compiled": {"precision": "bf16", "compile": True},
 }
 
 target_accuracy = 0.85  # personal accuracy whose time is measured
@@ -64,7 +63,7 @@ def training(options: BenchOptions) -> Iterator[Measurement]:
     rate_of = lru_cache(partial(product_rate, device, size=512 if quick else 8192))
 
     def measure(keys: Keys, precision: str) -> Row:
-        count = operations(local_training({**keys, "precision": "fp32", "compile": False}))
+        count = operations(local_training({**keys, "precision": "fp32"}))
         seconds, row = measured(local_training(keys), options)
         return row | {
             "samples_a_second": round(epochs * num / seconds),
@@ -81,10 +80,9 @@ def training(options: BenchOptions) -> Iterator[Measurement]:
         }
         for name in ("fedavg", method):
             for way, keys in WAYS.items():
-                if not (quick and "compile" in keys):
-                    overrides: Keys = {**common, **keys, "method": name}
-                    what = f"{model}, batch {batch}: {name}, {way}"
-                    yield what, partial(measure, overrides, str(keys["precision"]))
+                overrides: Keys = {**common, **keys, "method": name}
+                what = f"{model}, batch {batch}: {name}, {way}"
+                yield what, partial(measure, overrides, str(keys["precision"]))
 
 
 def num_steps(run: Run) -> int:

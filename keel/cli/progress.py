@@ -19,8 +19,6 @@ from keel.runs import SavedRun
 from protocol.text import num_of, size_of_data
 from server_app.history import CURVES, duration
 
-# with other values, steps are already recorded or compiled
-EAGER = {"cuda-graphs": False, "compile": False}
 RECORD = "with cuda-graphs=true, small networks train several times as fast"
 SHORT = {"global": "accuracy", "local_global": "on clients", "personal": "personal"}
 
@@ -120,8 +118,7 @@ class Terminal(logging.Handler):
         if "parameters" not in self.shown.get("model", ""):
             self.row("parameters", f"{info.num_parameters:,}")
         if info.device != "cpu":
-            are_eager = info.device.startswith("cuda")
-            are_eager &= all(info.config[key] == value for key, value in EAGER.items())
+            are_eager = info.device.startswith("cuda") and not info.config["cuda-graphs"]
             self.row("device", f"{info.device}; {RECORD}" if are_eager else info.device)
         self.begin(info.directory, info.last_round)
 

@@ -94,7 +94,7 @@ def keys_not_read(cell: Cell) -> set[str]:
     """Keys that are not part of its setting: `evaluate-every` if it reads the last round alone."""
     same = {"seed", "diagnostics-every"}
     if not cell.is_timed:
-        same |= {"threads", "compile", "cuda-graphs"}
+        same |= {"threads", "cuda-graphs"}
     return same if cell.take.reads_earlier else same | {"evaluate-every"}
 
 
