@@ -1,10 +1,7 @@
 """Directories that are built once, whole or not at all, and shared by processes and machines.
 
 An entry is `cache_dir/<slug of the source>-<hash of its key>/`, and the key has the digest of the
-content of the source's files: copies of the same files, with other times, have one entry. Its
-about.json holds the key, so that entries made from earlier versions of the same files can be found.
-They are removed once nobody has opened them for `UNUSED_DAYS`, as a process on another machine may
-have them open.
+content of the source's files: copies of the same files, with other times, have one entry.
 """
 
 import hashlib
@@ -13,7 +10,6 @@ import os
 import re
 import shutil
 import stat
-import time
 import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -21,17 +17,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from data.decoding import ImageFileError
-from protocol.files import DAY_S, private_files, write_atomically
+from protocol.files import private_files, write_atomically
 
 Key = dict[str, Any]
-UNUSED_DAYS = 30
-LEFTOVER = re.compile(r"\.([a-z0-9-]+-[0-9a-f]{16}-)?[0-9a-f]{32}")  # of a build or a removal
 
 
 def entry_path(cache_dir: Path, key: Key) -> Path:
     """Where the entry with this key is, or would be. `key["source"]` names the source."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return cache_dir.expanduser() / f"{_slug(key['source'])}-{digest}"
+    kind, _, path = key["source"].partition(":")
+    slug = re.sub(r"[^a-z0-9]+", "-", f"{kind}-{Path(path).stem}".lower())[:100].strip("-")
+    return cache_dir.expanduser() / f"{slug}-{digest}"
 
 
 def read_about(entry: Path) -> dict[str, Any]:
@@ -42,11 +38,10 @@ def read_about(entry: Path) -> dict[str, Any]:
 
 def is_cached(source: str, cache_dir: Path) -> bool:
     """Whether there is an entry of this source, whatever its key."""
-    for about in cache_dir.glob("*/about.json"):
-        with suppress(OSError, ValueError, KeyError, TypeError):  # being removed, or another Keel's
-            if read_about(about.parent)["key"]["source"] == source:
-                return True
-    return False
+    return any(
+        read_about(about.parent)["key"]["source"] == source
+        for about in cache_dir.glob("*/about.json")
+    )
 
 
 def build_once(entry: Path, fill: Callable[[Path], None]) -> None:
@@ -72,43 +67,10 @@ def build_once(entry: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(building, ignore_errors=True)
 
 
-def open_about(entry: Path) -> dict[str, Any]:
-    """The entry's about.json, whose time then says when the entry was opened last."""
-    with suppress(OSError):  # the cache may be read-only
-        os.utime(entry / "about.json")
-        entry.chmod(0o700)  # Keel 0.1 and `keel doctor` made some that others could read
-    return read_about(entry)
-
-
-def remove_superseded(entry: Path, key: Key) -> None:
-    """Remove entries of the same source with another version or content that nobody uses.
-
-    Also removes what killed builds and removals left behind.
-    """
-    for left in entry.parent.glob(".*"):  # beside files of others: data-dir may be any folder
-        if not LEFTOVER.fullmatch(left.name):
-            continue
-        with suppress(OSError):
-            if time.time() - left.stat().st_mtime > UNUSED_DAYS * DAY_S:
-                shutil.rmtree(left, ignore_errors=True)
-    for about in entry.parent.glob(f"{_slug(key['source'])}-*/about.json"):
-        with suppress(OSError, ValueError, KeyError):  # another process is removing it
-            other = read_about(about.parent)["key"]
-            is_current = all(other.get(part) == key[part] for part in ("version", "content"))
-            is_unused = time.time() - about.stat().st_mtime > UNUSED_DAYS * DAY_S
-            if other["source"] == key["source"] and not is_current and is_unused:
-                # Rename first, so that no process opens a half-removed entry.
-                doomed = about.parent.rename(entry.with_name(f".{uuid.uuid4().hex}"))
-                shutil.rmtree(doomed, ignore_errors=True)
-
-
-def content_digest(
-    cache_dir: Path, root: Path, paths: Iterable[Path], only_noted: bool = False
-) -> str:
+def content_digest(cache_dir: Path, root: Path, paths: Iterable[Path]) -> str:
     """The SHA-256 of the names relative to `root` and of the bytes of the files below `paths`.
 
     The files are read once: the digest is noted in the cache beside their sizes and times.
-    only_noted: read no file; "" where the digest is not noted.
     """
     seen, files = hashlib.sha256(os.fsencode(str(root))), []
     for path in paths:
@@ -123,11 +85,8 @@ def content_digest(
             times = f"{found.st_mtime_ns}\t{found.st_ctime_ns}"
             seen.update(os.fsencode(f"{files[-1][1]}\t{found.st_size}\t{times}\n"))
     noted = cache_dir.expanduser() / "contents" / seen.hexdigest()[:32]
-    with suppress(OSError):
-        if len(known := noted.read_text()) == 64:
-            return known
-    if only_noted:
-        return ""
+    if noted.exists():
+        return noted.read_text()
     digest = hashlib.sha256()
     for file, name in files:
         with open(file, "rb") as opened:
@@ -157,9 +116,3 @@ def files_under(folder: Path) -> list[str]:
                 raise ImageFileError(f"{path}: {reason}", reason)
         files += [os.path.join(parent, name) for name in names if not name.startswith(".")]
     return sorted(files)
-
-
-def _slug(source: str) -> str:
-    """A short name of the source for a directory; for folder:PATH it ends in PATH's last part."""
-    kind, _, path = source.partition(":")
-    return re.sub(r"[^a-z0-9]+", "-", f"{kind}-{Path(path).stem}".lower())[:100].strip("-")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.cache import Key, build_once, content_digest, entry_path, open_about, remove_superseded
+from data.cache import Key, build_once, content_digest, entry_path, read_about
 from data.decoding import (
     ImageFileError,
     RawSource,
@@ -69,7 +69,7 @@ class Source:
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """A source's sizes; None where they are unknown until the source is decoded."""
+    """A source's published sizes; None for the user's own files."""
 
     name: str
     description: str
@@ -87,6 +87,20 @@ def list_sources() -> list[SourceInfo]:
         )
         for name, reader in READERS.items()
     ]
+
+
+def published_size(spec: str, image_size: int = 0, channels: int = 0) -> SourceInfo | None:
+    """The sizes of what `load_source` returns for these arguments; None for a user's own files."""
+    reader = READERS[parse_source(spec)[0]]
+    if reader.published is None:
+        return None
+    sizes = reader.published
+    own, height, width = sizes.image_shape
+    width, height = decoded_size((width, height), image_size)
+    shape = (channels or own, height, width)
+    return SourceInfo(
+        spec, reader.description, sizes.num_train, sizes.num_test, sizes.num_classes, shape
+    )
 
 
 def load_source(
@@ -113,48 +127,13 @@ def load_source(
                 raise ImageFileError(f"source = {key['source']!r}: {wrong}", f"a source: {wrong}")
 
         build_once(entry, fill)
-        remove_superseded(entry, key)
     return _open_entry(entry)
 
 
-def source_info(
-    spec: str, data_dir: Path, cache_dir: Path, image_size: int = 0, channels: int = 0
-) -> SourceInfo:
-    """The sizes of what `load_source` returns for these arguments, without decoding the images.
-
-    From the cache if the source is there, else as published, else from the user's files, of which
-    only the headers of images are read. Raises what `load_source` raises for missing files.
-    """
-    reader, path, key = _locate(spec, data_dir, cache_dir, image_size, channels, only_noted=True)
-    entry = entry_path(cache_dir, key)
-    if entry.is_dir():
-        source = _open_entry(entry)
-        sizes = (len(source.train.labels), len(source.test.labels), source.num_classes)
-        return SourceInfo(source.name, reader.description, *sizes, source.image_shape)
-    if reader.published:
-        published = reader.published
-        sizes = (published.num_train, published.num_test, published.num_classes)
-        own, height, width = published.image_shape
-    else:
-        raw = reader.read(path)
-        sizes = (len(raw.train.labels), len(raw.test.labels), len(raw.class_names))
-        own, (width, height) = channels or own_channels(raw), raw.first_size
-    width, height = decoded_size((width, height), image_size)
-    return SourceInfo(key["source"], reader.description, *sizes, (channels or own, height, width))
-
-
 def _locate(
-    spec: str,
-    data_dir: Path,
-    cache_dir: Path,
-    image_size: int,
-    channels: int,
-    only_noted: bool = False,
+    spec: str, data_dir: Path, cache_dir: Path, image_size: int, channels: int
 ) -> tuple[Reader, Path, Key]:
-    """The source's reader, the path that it takes, and the key of its cache entry.
-
-    only_noted: a key that no entry has, instead of reading files to learn their content.
-    """
+    """The source's reader, the path that it takes, and the key of its cache entry."""
     known_as, path = parse_source(spec)
     reader = READERS[known_as]
     name = f"{known_as.removesuffix('PATH')}{path}" if path else spec
@@ -170,7 +149,7 @@ def _locate(
         "source": name,
         "image_size": image_size,
         "channels": channels,
-        "content": content_digest(cache_dir, root, watched, only_noted) if watched else "",
+        "content": content_digest(cache_dir, root, watched) if watched else "",
     }
     return reader, root, key
 
@@ -215,7 +194,7 @@ def _reserve(file: Path) -> None:
 
 def _open_entry(entry: Path) -> Source:
     try:
-        about = open_about(entry)
+        about = read_about(entry)
         return Source(
             name=about["key"]["source"],
             train=_open_split(entry, "train"),
@@ -238,8 +217,4 @@ def _open_split(entry: Path, name: str) -> ImageSplit:
     images, labels = (
         np.load(entry / f"{name}-{part}.npy", mmap_mode="r") for part in ("images", "labels")
     )
-    found = images.dtype, images.ndim, labels.dtype, labels.shape
-    if found != (np.uint8, 4, np.int64, images.shape[:1]):
-        kinds = (f"{each.dtype} {list(each.shape)}" for each in (images, labels))
-        raise ValueError(f"{name}-images and -labels are {' and '.join(kinds)}")
     return ImageSplit(images, labels)

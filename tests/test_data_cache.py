@@ -1,9 +1,7 @@
 """The cache of decoded sources."""
 
-import errno
 import multiprocessing
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -14,7 +12,6 @@ import pytest
 from data_fixtures import make_folder, make_npz, random_images, rejected, save_image
 
 from data import decoding, sources
-from data.cache import build_once, content_digest
 from data.sources import load_source
 
 
@@ -47,27 +44,14 @@ def test_the_second_load_reads_no_image(load, tmp_path, monkeypatch):
 
 
 def test_decoded_images_are_for_their_owner_alone(load, tmp_path):
-    """Whoever loads them first, such as `keel doctor`, and where others could read them before."""
     spec = make_folder(tmp_path / "mine", random_images(2, 30, 30, 3))
     before = os.umask(0)
     try:
         load(spec)
         made = list((tmp_path / "cache").rglob("*"))
         assert not any(path.stat().st_mode & 0o077 for path in made)
-        [entry] = entries(tmp_path)
-        (tmp_path / "cache" / entry).chmod(0o755)
-        load(spec)
     finally:
         os.umask(before)
-    assert (tmp_path / "cache" / entry).stat().st_mode & 0o077 == 0
-
-
-@pytest.mark.skipif(sys.platform == "darwin", reason="its file names are UTF-8")
-def test_a_file_s_name_may_be_no_utf_8(load, tmp_path):
-    spec = make_folder(tmp_path / "mine", random_images(2, 30, 30, 3))
-    file = tmp_path / "mine" / "train" / "ant" / "0.png"
-    file.rename(os.fsdecode(os.fsencode(file.parent) + b"/\xff.png"))
-    assert len(load(spec).train.labels) == 2
 
 
 def test_a_link_to_a_folder_that_it_is_in_is_refused_by_name(load, tmp_path):
@@ -79,15 +63,6 @@ def test_a_link_to_a_folder_that_it_is_in_is_refused_by_name(load, tmp_path):
     for name in ("ant", "bee"):
         (tmp_path / "mine" / "train" / name / "up").symlink_to("..")
     assert rejected(load, spec).endswith("/up: a link to a folder that it is in: remove it")
-
-
-def test_a_file_whose_time_was_set_back_is_read_again(load, tmp_path):
-    spec = make_npz(tmp_path / "mine.npz", x_train=np.full((6, 28, 30), 1, np.uint8))
-    load(spec)
-    times = (tmp_path / "mine.npz").stat()
-    make_npz(tmp_path / "mine.npz", x_train=np.full((6, 28, 30), 9, np.uint8))
-    os.utime(tmp_path / "mine.npz", ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert (load(spec).train.images == 9).all()
 
 
 def test_each_size_and_number_of_channels_is_cached_on_its_own(load, tmp_path):
@@ -131,79 +106,6 @@ def test_a_copy_of_the_same_files_with_other_times_is_not_decoded_again(
     assert len(entries(tmp_path)) == 1
     monkeypatch.setattr("hashlib.file_digest", lambda *_: pytest.fail("read again"))
     load(spec)
-
-
-def test_a_copy_elsewhere_has_the_same_digest_and_a_damaged_note_of_it_is_not_read(tmp_path):
-    make_folder(tmp_path / "mine", random_images(2, 30, 30))
-    shutil.copytree(tmp_path / "mine", tmp_path / "copy")
-    cache, folder = tmp_path / "cache", tmp_path / "mine"
-    digest = content_digest(cache, folder, [folder])
-    assert content_digest(cache, tmp_path / "copy", [tmp_path / "copy"]) == digest
-    for note in (cache / "contents").iterdir():
-        note.write_text(digest[:40])
-    assert content_digest(cache, folder, [folder], only_noted=True) == ""
-    assert content_digest(cache, folder, [folder]) == digest
-
-
-def test_what_cannot_be_put_in_place_is_an_error(tmp_path):
-    (tmp_path / "entry").touch()
-    with pytest.raises(NotADirectoryError):
-        build_once(tmp_path / "entry", lambda folder: None)
-    assert [path.name for path in tmp_path.iterdir()] == ["entry"]
-
-
-def test_entries_of_earlier_files_are_removed_when_nobody_has_opened_them_for_a_month(
-    load, tmp_path
-):
-    other = make_folder(tmp_path / "elsewhere" / "mine", random_images(2, 30, 30))
-    load(other)
-    spec = make_folder(tmp_path / "mine", random_images(2, 30, 30, seed=1))
-    load(spec)
-    load(spec, channels=3)
-    assert len(entries(tmp_path)) == 3
-
-    def change(seed):
-        file = tmp_path / "mine" / "train" / "ant" / "new.png"
-        save_image(file, random_images(30, 30, seed=seed))
-        load(spec)
-
-    leave_unused(tmp_path, days=29)
-    change(2)
-    assert len(entries(tmp_path)) == 4
-    leave_unused(tmp_path, days=31)
-    load(spec)  # is in use again
-    change(3)
-    left = entries(tmp_path)
-    assert len(left) == 3  # that one, that of the files as they are, and the other folder's
-    load(other)
-    assert entries(tmp_path) == left
-
-
-def test_an_entry_of_an_earlier_version_is_not_used_and_is_removed_in_time(
-    load, tmp_path, monkeypatch
-):
-    spec = make_npz(tmp_path / "mine.npz")
-    monkeypatch.setattr(sources, "CACHE_VERSION", 0)
-    load(spec)
-    (earlier,) = entries(tmp_path)
-    monkeypatch.undo()
-    leave_unused(tmp_path, days=31)
-    load(spec)
-    (now,) = entries(tmp_path)
-    assert now != earlier
-
-
-def test_what_a_killed_decoding_left_is_removed_after_a_month(load, tmp_path):
-    spec = make_folder(tmp_path / "mine", random_images(2, 30, 30))
-    build, removal = f"folder-mine-{16 * 'a'}-{31 * 'b'}1", f"{31 * 'b'}2"
-    names = {build: False, removal: False, f"{31 * 'b'}0": True, "ssh": True, "config": True}
-    for name in names:
-        (folder := tmp_path / "cache" / f".{name}").mkdir(parents=True)
-        (folder / "train.npy").touch()
-        if not name.endswith("0"):  # a new one: another process is building it
-            os.utime(folder, (time.time() - 31 * 86400,) * 2)
-    load(spec)
-    assert {name: (tmp_path / "cache" / f".{name}").exists() for name in names} == names
 
 
 def test_a_failed_decoding_leaves_no_entry(load, tmp_path):
@@ -261,19 +163,6 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, size):
     assert done.stdout == "No space left on device train-images.npy 0\n"
 
 
-def test_an_entry_is_on_the_disk_before_it_has_its_name(load, tmp_path, monkeypatch):
-    """A power cut could leave an entry with empty files, which no later run would replace."""
-    synced = set()
-
-    def fsync(descriptor):
-        synced.add(os.fstat(descriptor).st_ino)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    load(make_folder(tmp_path / "mine", random_images(2, 30, 30)))
-    [entry] = entries(tmp_path)
-    assert {file.stat().st_ino for file in (tmp_path / "cache" / entry).iterdir()} <= synced
-
-
 @pytest.mark.parametrize("name", ["about.json", "train-images.npy", "test-labels.npy"])
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_damaged_entry_is_named(load, tmp_path, name, is_there):
@@ -284,46 +173,6 @@ def test_a_damaged_entry_is_named(load, tmp_path, name, is_there):
     if is_there:
         (entry / name).touch()
     assert rejected(load, spec).startswith(f"{entry} is damaged (")
-
-
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        ("about.json", lambda content: b"{}"),
-        ("about.json", lambda content: b"[]"),
-        ("about.json", lambda content: content.replace(b'"std": [', b'"std": [[], ')),
-        ("train-images.npy", lambda content: content.replace(b"), }", b" , }")),
-        ("test-labels.npy", lambda content: content.replace(b"<i8", b"<i4")),
-        ("test-labels.npy", lambda content: content.replace(b"(2,)", b"(1,)")),
-    ],
-)
-def test_an_entry_with_a_damaged_header_is_named(load, tmp_path, name, damage):
-    """It ended in a traceback, or was read as other labels."""
-    spec = make_folder(tmp_path / "mine", random_images(2, 30, 30))
-    load(spec)
-    entry = tmp_path / "cache" / entries(tmp_path)[0]
-    before = (entry / name).read_bytes()
-    assert damage(before) != before
-    (entry / name).write_bytes(damage(before))
-    assert rejected(load, spec).startswith(f"{entry} is damaged (")
-
-
-def test_a_read_only_cache_serves_a_copy_of_the_same_files(load, tmp_path, monkeypatch):
-    spec = make_npz(tmp_path / "mine.npz")
-    load(spec)
-    os.utime(tmp_path / "mine.npz", ns=(0, 0))
-
-    def refuse(path, *pieces):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-
-    monkeypatch.setattr("data.cache.write_atomically", refuse)
-    assert load(spec).train.labels.tolist() == [0, 1, 2, 0, 1, 2]
-
-
-def test_a_source_may_have_a_name_as_long_as_a_file_s(load, tmp_path):
-    assert (
-        len(load(make_folder(tmp_path / (250 * "x"), random_images(2, 30, 30))).train.labels) == 2
-    )
 
 
 def load_when_both_are_reading(spec, root, barrier, results):

@@ -1,9 +1,6 @@
 """Decoding: sizes, channels, mean and deviation, unreadable images."""
 
-import os
 import struct
-import subprocess
-import sys
 import zlib
 
 import numpy as np
@@ -12,7 +9,6 @@ from data_fixtures import make_folder, make_npz, random_images, rejected
 from PIL import ExifTags, Image
 
 from data import sources
-from data.decoding import mean_and_std, with_file
 
 
 def test_a_source_of_small_images_becomes_32_pixels(load):
@@ -77,16 +73,6 @@ def test_mean_and_std_are_of_the_train_split(load, tmp_path):
     assert source.std[2] == 1.0  # never varies, and is divided by
 
 
-@pytest.mark.parametrize("value", [0, 15, 42, 254, 255])
-@pytest.mark.parametrize("num", [3, 10, 50])
-def test_a_constant_channel_is_divided_by_1_whatever_its_value(value, num):
-    images = random_images(num, 2, 28, 30)
-    images[:, 1] = value
-    mean, std = mean_and_std(images)
-    assert mean[1] == pytest.approx(value / 255)
-    assert std == [pytest.approx((images[:, 0] / 255).std()), 1.0]
-
-
 @pytest.mark.parametrize("kind", ["text", "cut short", "empty"])
 def test_an_unreadable_image_is_named(load, tmp_path, kind):
     spec = make_folder(tmp_path / "mine", random_images(4, 30, 30))
@@ -96,24 +82,6 @@ def test_an_unreadable_image_is_named(load, tmp_path, kind):
     message = rejected(load, spec)
     assert f"{file}: not a readable image: " in message
     assert "_io." not in message
-
-
-def test_an_image_of_too_many_pixels_is_named_with_what_to_do(load, tmp_path):
-    spec = make_folder(tmp_path / "mine", random_images(2, 30, 30))
-    file = tmp_path / "mine" / "train" / "ant" / "0.png"
-    content = file.read_bytes()
-    header = b"IHDR" + struct.pack(">II", 20_000, 10_000) + content[24:29]
-    file.write_bytes(content[:12] + header + struct.pack(">I", zlib.crc32(header)) + content[33:])
-    expected = f"{file}: not a readable image: it has more than 178,956,970 pixels: scale it down"
-    assert rejected(load, spec) == expected
-
-
-def test_a_named_pipe_among_the_images_is_refused(load, tmp_path):
-    spec = make_folder(tmp_path / "mine", random_images(4, 30, 30))
-    file = tmp_path / "mine" / "train" / "bee" / "3.png"
-    file.unlink()
-    os.mkfifo(file)
-    assert f"{file}: not a regular file" in rejected(load, spec)
 
 
 def test_images_are_turned_as_their_exif_data_says(load, tmp_path):
@@ -131,19 +99,6 @@ def test_images_are_turned_as_their_exif_data_says(load, tmp_path):
     [file] = (tmp_path / "mine" / "train").glob("*/0.png")
     Image.fromarray(images[0]).save(file, exif=b"Exif\0\0damaged")
     assert np.array_equal(load(spec).train.images[0], before[0])
-
-
-def test_pillow_prints_no_warning(tmp_path):
-    """In its own process, because pytest resets the warning filters."""
-    transparent, damaged = str(tmp_path / "transparent.png"), str(tmp_path / "damaged.jpg")
-    image, exif = Image.fromarray(random_images(30, 30, 3)), Image.Exif()
-    image.quantize(250).save(transparent, transparency=bytes(range(250)))
-    exif[ExifTags.Base.ImageDescription] = "a description of many bytes"
-    image.save(damaged, exif=exif.tobytes()[:-20])
-    call = f"[with_file(f, lambda image: image.convert('RGB')) for f in {[transparent, damaged]}]"
-    code = f"from data.decoding import with_file; {call}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
 
 
 def test_images_of_16_bits(load, tmp_path):
@@ -176,47 +131,9 @@ def tiff_of_16_bits():
     return header.ljust(122, b"\0") + struct.pack("<3H", 16, 16, 16) + bytes(5400)
 
 
-@pytest.mark.parametrize(
-    ("suffix", "content"),
-    [
-        (".png", png_of_16_bits(2, 3)),
-        (".png", png_of_16_bits(4, 2)),
-        (".png", png_of_16_bits(6, 4)),
-        (".ppm", b"P6 30 30 65535\n" + bytes(30 * 30 * 6)),
-        (".ppm", b"P3 30 30 1023\n" + b"0 " * 30 * 30 * 3),
-        (".tiff", tiff_of_16_bits()),
-    ],
-    ids=["png", "png of grey and alpha", "png with alpha", "ppm", "plain ppm", "tiff"],
-)
-def test_colours_of_16_bits_are_refused_too(load, tmp_path, suffix, content):
-    """Pillow opens them in modes of 8 bits, without a word."""
-    spec = make_folder(tmp_path / "mine", random_images(2, 30, 30, 3))
-    file = tmp_path / "mine" / "train" / "ant" / "0.png"
-    file.unlink()
-    file.with_suffix(suffix).write_bytes(content)
-    assert "pixels have more than 8 bits per channel" in rejected(load, spec)
-
-
 @pytest.mark.parametrize("kind", ["ICO", "PCX"])
 def test_a_file_of_another_format_is_refused_whatever_its_ending(load, tmp_path, kind):
     spec = make_folder(tmp_path / "mine", random_images(2, 30, 30, 3))
     file = tmp_path / "mine" / "train" / "ant" / "0.png"
     Image.fromarray(random_images(30, 30, 3)).save(file, format=kind)
     assert f"{file}: not a readable image: " in rejected(load, spec, image_size=30)
-
-
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_an_uncompressed_tiff_file_is_turned_as_a_png_file(tmp_path, orientation):
-    """Of those that lie on their side, Pillow 13 scrambles the pixels if it opens the file."""
-    image = Image.fromarray(random_images(30, 40))
-    exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = orientation
-    image.save(tmp_path / "0.png", exif=exif)
-    image.save(tmp_path / "0.tiff", tiffinfo={ExifTags.Base.Orientation: orientation})
-    png, tiff = (with_file(str(tmp_path / f"0.{kind}"), np.array) for kind in ("png", "tiff"))
-    assert np.array_equal(tiff, png)
-
-
-def test_a_folder_in_the_place_of_an_image_is_named_as_one(tmp_path):
-    with pytest.raises(ValueError, match=rf"^{tmp_path} is a folder: name the images in it"):
-        with_file(str(tmp_path), lambda image: image)

@@ -324,24 +324,6 @@ def test_parameters_of_the_published_networks(channels, published):
     assert count("squeezenet", 1000, channels) == squeezenet + 96 + fire_outputs
 
 
-def test_parameters_of_vgg9():
-    """FedMA's VGG-9 has 3,491,530 with a bias for each convolution; a norm has two for that one."""
-    assert count("vgg9") == 3_491_530 + 32 + 64 + 128 + 128 + 256 + 256
-
-
-def test_parameters_of_shufflenet_by_layer_arithmetic():
-    """g = 3: a group convolution has a third of the weights, a depthwise one 9 a channel."""
-    total, in_width = normed(27, 24), 24
-    for width, depth in [(240, 4), (480, 8), (960, 4)]:
-        inner, added = width // 4, width - in_width
-        first = normed(in_width if in_width == 24 else in_width // 3, inner)
-        total += first + normed(9, inner) + normed(inner // 3, added)
-        unit = normed(width // 3, inner) + normed(9, inner) + normed(inner // 3, width)
-        total += (depth - 1) * unit
-        in_width = width
-    assert count("shufflenet") == total + affine(960, 10)
-
-
 @pytest.mark.parametrize("side", [(2, 2), (7, 10), (28, 11)])
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
 def test_pooling_takes_the_largest_of_four_with_and_without_gradient(side, memory):
@@ -355,9 +337,3 @@ def test_pooling_takes_the_largest_of_four_with_and_without_gradient(side, memor
     for pooled in (without_gradient, pool(x)):
         torch.testing.assert_close(pooled, windows.amax((3, 5)), rtol=0, atol=0, equal_nan=True)
         assert pooled.is_contiguous(memory_format=memory)
-
-
-def test_of_equal_values_one_has_the_gradient_of_the_pool():
-    x = torch.zeros(1, 1, 2, 4, requires_grad=True)
-    MaxPool2x2()(x).sum().backward()
-    assert sorted(x.grad.flatten().tolist()) == [0.0] * 6 + [1.0] * 2

@@ -25,7 +25,10 @@ def check_method(
     refuse_unknown("model", model, list(MODELS))
     with uninterrupted():
         from keel.method_checks import check_method as results
+        from keel.model_checks import model_problems
 
+    if problems := model_problems(model):
+        raise ValueError(problems[0])
     failed = 0
     with tempfile.TemporaryDirectory(prefix="keel-check-") as directory:
         for result in results(name, Path(directory), model):

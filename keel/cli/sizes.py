@@ -5,15 +5,15 @@ a test compares it with them.
 """
 
 import json
-import logging
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from data.cache import is_cached
-from data.sources import SourceInfo, source_info
-from protocol.config import RunConfig, default_config, keel_home
+from data.sources import SourceInfo, published_size
+from protocol.config import RunConfig, default_config
 from protocol.models import MODELS
+from protocol.options import ConfigError
+from protocol.source_spec import parse_source
 
 SIZES_FILE = Path(__file__).with_name("sizes.json")
 
@@ -28,31 +28,15 @@ def stored_sizes() -> Sizes:
 
 
 def data_size(config: RunConfig) -> SourceInfo | None:
-    """The size of the run's data as the model sees it; None if the images must be read first.
-
-    Warnings of the data are left to the run, which reads it too.
-    """
+    """The size of the run's data as the model sees it; None for the user's own files."""
     name, data = config.data.source, config.data
-    cache_dir = keel_home() / "cache"
-    kind, colon, path = name.partition(":")
-    if colon and not Path(path).expanduser().exists():
-        raise ValueError(f"source = {name!r}: {path} does not exist")
-    if colon and not is_cached(f"{kind}:{Path(path).expanduser()}", cache_dir):
-        return None
+    _, path = parse_source(name)
+    if path and not path.exists():
+        raise ConfigError("source", f"source = {name!r}: {path} does not exist")
     preferred = MODELS[config.model.model]
-    log = logging.getLogger("keel.data")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        return source_info(
-            name,
-            Path(data.data_dir) if data.data_dir else keel_home() / "data",
-            cache_dir,
-            data.image_size or preferred.image_size,
-            data.channels or preferred.channels,
-        )
-    finally:
-        log.setLevel(level)
+    return published_size(
+        name, data.image_size or preferred.image_size, data.channels or preferred.channels
+    )
 
 
 def parameter_count(config: RunConfig, data: SourceInfo, model: str = "") -> int | None:

@@ -5,13 +5,11 @@ import socket
 import sys
 
 import pytest
-from data_fixtures import make_folder, random_images
 from model_fixtures import undrawn
 from run_fixtures import only_run
 from tools.run_directories import make_run
 from tools.sizes import as_json, measured_sizes
 
-from data.sources import load_source
 from keel.cli import engines
 from keel.cli.interrupts import INTERRUPTED_CODE
 from keel.cli.main import main
@@ -20,7 +18,7 @@ from keel.cli.runs import status_lines
 from keel.cli.sizes import SIZES_FILE, data_size, parameter_count, stored_sizes
 from keel.deployment.superlink import check_connection
 from keel.runs import SavedRun
-from protocol.config import keel_home, presets, resolve_config
+from protocol.config import presets, resolve_config
 
 SMALL = ["model=cnn-fedreco", "lr=0.05", "alpha=5", "num-rounds=3"]
 
@@ -282,19 +280,6 @@ def test_the_parameter_count_before_the_run_is_the_networks(keys):
         network = model_for(config, open_source(config))
         assert parameter_count(config, size) == sum(p.numel() for p in network.parameters())
     assert size.image_shape == network.input_shape
-
-
-def test_warnings_of_the_data_are_left_to_the_run(home, tmp_path, caplog):
-    """Each came three times, twice of them before the run, without the word "warning"."""
-    spec = make_folder(tmp_path / "mine", random_images(4, 30, 30))
-    config = resolve_config({"source": spec})
-    opened = spec, keel_home() / "data", keel_home() / "cache", 32, 3
-    load_source(*opened)  # whether the sizes are shown depends on what is cached
-    (tmp_path / "mine" / "train" / "ant" / "scan.dcm").touch()
-    assert data_size(config).num_train == 4
-    assert not caplog.messages
-    load_source(*opened)
-    assert "1 of 3 files are not read, such as scan.dcm" in caplog.text
 
 
 @pytest.mark.end_to_end
