@@ -6,7 +6,6 @@ Runs in the process of the ClientApp in simulation, and in the resident worker
 
 import copy
 import logging
-import math
 import operator
 import os
 import threading
@@ -27,7 +26,6 @@ from flwr.app import (
     Error,
     Message,
     MessageType,
-    MetricRecord,
     RecordDict,
 )
 
@@ -62,10 +60,8 @@ from flower_adapter import CLIENT_FAILED, GPU_LOST
 from models.fixed import give_back, is_borrowed, is_overwritten
 from protocol.code import line_in_method, place_of
 from protocol.config import config_from_json, keel_home
-from protocol.exact_sum import ExactSum
 from protocol.files import private_files
 from protocol.messages import (
-    REJECTED,
     RESET_NEEDED,
     Arrays,
     EvaluateRequest,
@@ -85,7 +81,6 @@ from protocol.messages import (
     read_request,
     reply_content,
     roster_content,
-    shares_in_sum,
     simulated_reply,
     tensors,
 )
@@ -143,9 +138,8 @@ def forget_data() -> None:
 def answer(message: Message, context: Context) -> RecordDict | Error:
     """The content of the reply to a message, or an error of one line.
 
-    A message for several logical clients is answered for one after the other. If it asks for the
-    sum of their arrays, only the sum is sent. A GPU_LOST error of one client is returned for the
-    whole message.
+    A message for several logical clients is answered for one after the other. A GPU_LOST error of
+    one client is returned for the whole message.
     """
     if "simulated" not in message.content:
         return answer_as(message, context)
@@ -155,9 +149,7 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
         reason = f"a message for simulated clients: this client {what} and simulates none"
         return error_reply(ValueError(reason), message, context)
     replies = []
-    shares, limits, like = shares_in_sum(message.content)
-    total = ExactSum(limits)
-    for k, (client, num_clients, content) in enumerate(contents_to_simulate(message.content)):
+    for client, num_clients, content in contents_to_simulate(message.content):
         own = copy.copy(message)
         own.content = content
         node_config: dict[str, bool | float | int | str] = {
@@ -168,33 +160,8 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
         reply = answer_as(own, node)
         if isinstance(reply, Error) and reply.code == GPU_LOST:
             return reply  # the others would fail too
-        if shares and isinstance(reply, RecordDict):
-            try:
-                found = arrays_to_sum(reply, like)
-                for arrays in found.values():
-                    total.check(arrays)
-                for record, arrays in found.items():
-                    total.add(arrays, shares[record][k])
-                    reply[record] = ArrayRecord()
-            except ValueError as error:
-                reply = Error(REJECTED, in_one_line(error, MAX_REASON))
         replies.append(reply)
-    return simulated_reply(replies, total.sums)
-
-
-def arrays_to_sum(reply: RecordDict, like: Mapping[str, Arrays]) -> dict[str, Arrays]:
-    """The arrays in a reply, by record; ValueError if the server would reject it.
-
-    It would reject all clients of the sum with it. like: as `simulated_content`.
-    """
-    found = {record: tensors(get_record(reply, record, ArrayRecord)) for record in like}
-    for record, arrays in found.items():
-        if reason := mismatch(arrays, like[record]):
-            raise ValueError(reason)
-    for name, value in get_record(reply, "metrics", MetricRecord).items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{name} is {value:g}, not finite")
-    return found
+    return simulated_reply(replies)
 
 
 def answer_as(message: Message, context: Context) -> RecordDict | Error:

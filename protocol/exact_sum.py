@@ -51,18 +51,6 @@ class ExactSum:
             for chunk, total in zip(*(torch.split(a, CHUNK) for a in flat), strict=True):
                 total += chunk.to(torch.float64, copy=True).mul_(factor).round_().long()
 
-    def merge(self, sums: Arrays) -> None:
-        """Add the `sums` of another `ExactSum` with the same limits, and empty them.
-
-        This needs memory for one more array instead of a second sum.
-        """
-        for name in [*sums]:
-            each = sums.pop(name)
-            if name in self.sums:
-                self.sums[name] += each
-            else:
-                self.sums[name] = each.clone()  # it may be read-only
-
     def scaled(self, factor: float, like: Arrays) -> Arrays:
         """The sum times a factor, of the arrays and in the dtypes of `like`; integers are rounded.
 

@@ -3,16 +3,12 @@
 server -> client   query     round: `RosterRequest`
                    train     round: `TrainRequest`; client: counted-round; arrays; extra
                    evaluate  round: `EvaluateRequest`; client: counted-round; arrays; extra
-                   of many logical clients: simulated: clients, num-clients, counted-rounds, and
-                             shares-arrays, shares-extra, limits and layout as far as the worker
-                             sums these; round, arrays and extra of all; own-K: what only the K-th
-                             is sent
+                   of many logical clients: simulated: clients, num-clients, counted-rounds;
+                             round, arrays and extra of all; own-K: what only the K-th is sent
 client -> server   query     roster: `RosterEntry`
                    train     reply: client, round; arrays; extra; metrics
                    evaluate  reply: client, round; metrics
-                   of many:  the records of the K-th with -K after their names, or error-K; sum:
-                             that of their arrays, and extra, if the worker sums these, instead of
-                             each one's
+                   of many:  the records of the K-th with -K after their names, or error-K
 
 `counted-round` is the client's last accepted round: the last one whose update was aggregated, 0:
 none. `extra` holds what a method sends alongside the model (control variates, prototypes) and may
@@ -22,14 +18,11 @@ be empty. Tensors are packed when they leave the process: within it the receiver
 import json
 import math
 import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property, lru_cache
-from types import MappingProxyType
 from typing import Any, TypeVar, get_type_hints
 
-import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from safetensors import SafetensorError
@@ -63,11 +56,7 @@ MAX_INTEGER = 2**40  # of a counter
 METRIC_NAME = re.compile(r"(?!loss\.+\Z)[A-Za-z0-9._-]{1,64}")  # "loss/.." ends MLflow's round
 # error code of a client whose state is lost or ahead of the server; Flower's own are below 100
 RESET_NEEDED = 100
-# of a client that a worker left out of its sum, as the server would have rejected its reply
-REJECTED = 102
 protocol_version = 4  # of the layout of messages; both sides need the same
-# of `from_shared_memory`, which threads call: there `catch_warnings` may leave its filter in place
-warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
 @dataclass(frozen=True)
@@ -336,20 +325,6 @@ class HandedArrays(LazyArray):
         return size_of(tuple((name, a.dtype, a.shape) for name, a in arrays.items()))
 
 
-class SummedArrays(HandedArrays):
-    """A worker's sum, which the server reads from Ray's shared memory without a copy."""
-
-    def __reduce__(self) -> Any:
-        """Pickled as NumPy arrays, whose memory Ray does not copy: Keel's processes read it."""
-        arrays: Arrays = self.__dict__["arrays"]
-        return from_shared_memory, ({name: array.numpy() for name, array in arrays.items()},)
-
-
-def from_shared_memory(arrays: Mapping[str, np.ndarray]) -> SummedArrays:
-    """What `SummedArrays.__reduce__` has pickled; its tensors are read-only."""
-    return SummedArrays({name: torch.from_numpy(array) for name, array in arrays.items()})
-
-
 def array_record(arrays: Arrays, name: str = "arrays") -> ArrayRecord:
     """Tensors as one Flower array called `name`, in the safetensors format; do not modify them.
 
@@ -397,17 +372,10 @@ def simulated_content(
     contents: Sequence[RecordDict],
     clients: Sequence[int],
     num_clients: int,
-    shares: Mapping[str, Sequence[float]] = MappingProxyType({}),
-    limits: Mapping[str, float] = MappingProxyType({}),
-    like: Mapping[str, Arrays] = MappingProxyType({}),
 ) -> RecordDict:
     """One message's content from those of several simulated clients, given by number.
 
     They have the request, the arrays and `extra` in common, except arrays called "own".
-
-    shares: by record of a reply, "arrays" or "extra", each client's weight in the sum of their
-    arrays, which the worker then sends instead of the arrays themselves. limits: as `ExactSum`.
-    like: by record, arrays with the names, shapes and dtypes of each client's.
     """
     first = contents[0]
     accepted = [int(get_record(c, "client", ConfigRecord)["counted-round"]) for c in contents]  # type: ignore[arg-type]
@@ -416,16 +384,6 @@ def simulated_content(
         "num-clients": num_clients,
         "counted-rounds": accepted,
     }
-    if shares:
-        layout = {
-            record: {
-                name: [str(array.dtype).removeprefix("torch."), *array.shape]
-                for name, array in like[record].items()
-            }
-            for record in shares
-        }
-        simulated |= {f"shares-{record}": list(each) for record, each in shares.items()}
-        simulated |= {"limits": json.dumps(dict(limits)), "layout": json.dumps(layout)}
     shared = ArrayRecord()
     whole: dict[str, Any] = {
         "simulated": ConfigRecord(simulated),
@@ -477,31 +435,9 @@ def contents_one_by_one(whole: RecordDict) -> list[RecordDict]:
     return parts
 
 
-def shares_in_sum(
-    whole: RecordDict,
-) -> tuple[dict[str, list[float]], dict[str, float], dict[str, Arrays]]:
-    """(shares, limits, like) of `simulated_content`; no shares if the worker does not sum.
-
-    The arrays in `like` have no data.
-    """
-    simulated: dict[str, Any] = dict(get_record(whole, "simulated", ConfigRecord))
-    like = {
-        record: {
-            name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-            for name, (dtype, *shape) in layout.items()
-        }
-        for record, layout in json.loads(simulated.get("layout", "{}")).items()
-    }
-    shares = {record: [*simulated[f"shares-{record}"]] for record in like}
-    return shares, json.loads(simulated.get("limits", "{}")), like
-
-
-def simulated_reply(replies: Sequence[RecordDict | Error], sums: Arrays) -> RecordDict:
-    """One reply's content from those of several clients, and the sums of their arrays, or {}."""
-    whole, total = RecordDict(), ArrayRecord()
-    if sums:
-        total["arrays"] = SummedArrays(sums)
-        whole["sum"] = total
+def simulated_reply(replies: Sequence[RecordDict | Error]) -> RecordDict:
+    """One reply's content from those of several clients."""
+    whole = RecordDict()
     for k, reply in enumerate(replies):
         if isinstance(reply, Error):
             whole[f"error-{k}"] = ConfigRecord({"code": reply.code, "reason": reply.reason or ""})
@@ -528,24 +464,11 @@ def simulated_replies(whole: RecordDict, num_clients: int) -> list[RecordDict | 
 
 
 def reply_of_all(replies: Iterable[RecordDict | Error]) -> RecordDict:
-    """`simulated_reply` of all clients, from the replies to each of `contents_one_by_one`.
-
-    Sums are taken out of the replies and added up as these come.
-    """
+    """`simulated_reply` of all clients, from the replies to each of `contents_one_by_one`."""
     contents: list[RecordDict | Error] = []
-    sums: Arrays = {}
     for reply in replies:
-        if isinstance(reply, Error):
-            contents.append(reply)
-            continue
-        contents += simulated_replies(reply, 1)
-        for name, array in tensors(find_record(reply, "sum", ArrayRecord)).items():
-            if name in sums:
-                sums[name] += array
-            else:
-                sums[name] = array.clone()  # it may be read-only
-        reply.pop("sum", None)
-    return simulated_reply(contents, sums)
+        contents += [reply] if isinstance(reply, Error) else simulated_replies(reply, 1)
+    return simulated_reply(contents)
 
 
 def reply_content(reply: TrainReply) -> RecordDict:

@@ -1,24 +1,23 @@
 """Logical clients: any number of them on any number of nodes, which simulate those of a message.
 
 `LogicalGrid` looks like a grid with a node for every client. It sends each worker, a node of the
-grid below, one message with its share of the round's clients. In training, unless the workers sum
-the arrays, the smallest eighth of many clients is sent in later messages, split again in the same
-way, so that no worker idles at the end. The model is in each message once.
+grid below, one message with its share of the round's clients. In training, the smallest eighth of
+many clients is sent in later messages, split again in the same way, so that no worker idles at the
+end. The model is in each message once.
 """
 
 import itertools
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from flwr.app import ArrayRecord, Error, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import Error, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
 from flower_adapter import assign_message_id, has_own_clients, is_in_process_grid
-from protocol.messages import Arrays, find_record, simulated_content, simulated_replies, tensors
+from protocol.messages import find_record, simulated_content, simulated_replies
 from strategies.sampling import FIRST_NODE
 
 TAIL_SHARE = 8  # the smallest 1 / 8 of the clients is sent later, and so on
@@ -40,21 +39,6 @@ def place(times: Sequence[float], seconds_per_unit: Sequence[float]) -> list[lis
         free_s[worker] = done_s[worker]
         shares[worker].append(i)
     return shares
-
-
-@dataclass(frozen=True)
-class Summing:
-    """How workers sum their clients' arrays, which the clients' replies then lack.
-
-    shares: by record of a reply and node, its client's weight in the sum. limits: as `ExactSum`.
-    like: by record, arrays with the names, shapes and dtypes of each client's. take: called with
-    the nodes whose clients are in a sum, and the sum, before `pull_messages` returns their replies.
-    """
-
-    shares: Mapping[str, Mapping[int, float]]
-    limits: Mapping[str, float]
-    like: Mapping[str, Arrays]
-    take: Callable[[Collection[int], Arrays], None]
 
 
 class OwnGrid(Grid):
@@ -83,7 +67,7 @@ class LogicalGrid(OwnGrid):
     """A grid of `num_clients` nodes, simulated by the nodes of another grid.
 
     expected_time: of a node's client, in any unit; set once the roster is known. How many seconds a
-    unit takes each worker is measured. summing: None if workers send each client's arrays.
+    unit takes each worker is measured.
     """
 
     def __init__(self, grid: Grid, num_clients: int) -> None:
@@ -91,13 +75,12 @@ class LogicalGrid(OwnGrid):
         self.has_own_clients = has_own_clients(grid)
         self.workers = sorted(grid.get_node_ids())
         self.expected_time: Callable[[int], float] = lambda node: 1.0
-        self.summing: Summing | None = None
         self.largest_share = 1  # clients of one worker in the newest messages
         self.seconds_per_unit: dict[int, float] = {}  # by worker, once it has trained
         self.numbers = itertools.count(1)
-        # id of a worker's message to the clients' messages in it, how their arrays are summed, and
-        # whether it measures the worker: only its first does, any idle one may answer the others
-        self.sent: dict[str, tuple[list[Message], Summing | None, bool]] = {}
+        # id of a worker's message to the clients' messages in it, and whether it measures the
+        # worker: only its first does, any idle one may answer the others
+        self.sent: dict[str, tuple[list[Message], bool]] = {}
         self.carrier: dict[str, str] = {}  # id of a client's message to that of the worker's
         self.arrived: dict[str, Message] = {}  # replies by the id of the client's message
 
@@ -124,16 +107,7 @@ class LogicalGrid(OwnGrid):
             part = [requests[i] for i in places]
             first = part[0].metadata
             clients = [m.metadata.dst_node_id - FIRST_NODE for m in part]
-            contents, summing = [m.content for m in part], self.summing
-            if summing and is_training:
-                shares = {
-                    record: [by_node[m.metadata.dst_node_id] for m in part]
-                    for record, by_node in summing.shares.items()
-                }
-                how = shares, summing.limits, summing.like
-                content = simulated_content(contents, clients, self.num_clients, *how)
-            else:
-                content = simulated_content(contents, clients, self.num_clients)
+            content = simulated_content([m.content for m in part], clients, self.num_clients)
             wholes.append(
                 Message(content, dst_node_id=worker, message_type=first.message_type, ttl=first.ttl)
             )
@@ -142,20 +116,20 @@ class LogicalGrid(OwnGrid):
         for whole, (worker, places) in zip(wholes, parts, strict=True):
             in_whole, is_first = [requests[i] for i in places], worker not in workers
             workers.add(worker)
-            self.sent[whole.metadata.message_id] = in_whole, self.summing, is_first
+            self.sent[whole.metadata.message_id] = in_whole, is_first
             self.carrier |= {ids[i]: whole.metadata.message_id for i in places}
         return ids
 
     def parts(self, times: Sequence[float], is_training: bool) -> list[tuple[int, list[int]]]:
         """(worker, places in `times`) of each message, the large ones first.
 
-        One per worker, in training followed by smaller ones, unless the workers sum.
+        One per worker, in training followed by smaller ones.
         """
         num_workers = len(self.workers)
         mean = self.mean_seconds()
         rates = [self.seconds_per_unit.get(worker, mean) for worker in self.workers]
         left, sections = sorted(range(len(times)), key=lambda i: -times[i]), []
-        if is_training and num_workers > 1 and not self.summing:  # each message would bring a sum
+        if is_training and num_workers > 1:
             while len(left) >= MIN_TAIL * num_workers:
                 num_now = len(left) - len(left) // TAIL_SHARE
                 sections.append(left[:num_now])
@@ -187,7 +161,7 @@ class LogicalGrid(OwnGrid):
         carriers = {self.carrier[each] for each in asked if each in self.carrier}
         for whole in self.grid.pull_messages(carriers) if carriers else []:
             sent = whole.metadata.reply_to_message_id
-            messages, summing, is_first = self.sent.pop(sent, ([], None, False))
+            messages, is_first = self.sent.pop(sent, ([], False))
             contents: Sequence[RecordDict | Error]
             if whole.has_error():
                 contents = [whole.error] * len(messages)
@@ -195,12 +169,6 @@ class LogicalGrid(OwnGrid):
                 contents = simulated_replies(whole.content, len(messages))
                 if is_first:
                     self.learn(whole.metadata.src_node_id, messages, contents)
-                sums = tensors(find_record(whole.content, "sum", ArrayRecord))
-                whole.content.pop("sum", None)  # Flower's simulation still holds the message
-                if sums and summing and summing is self.summing:  # of this round
-                    pairs = zip(messages, contents, strict=True)
-                    answered = [m for m, content in pairs if isinstance(content, RecordDict)]
-                    summing.take([m.metadata.dst_node_id for m in answered], sums)
             for message, content in zip(messages, contents, strict=True):
                 message_id = message.metadata.message_id
                 del self.carrier[message_id]

@@ -35,7 +35,6 @@ from server_app.client_registry import ClientRegistry
 from server_app.diagnostics.monitor import Monitor
 from server_app.exchange import Exchange
 from server_app.history import HISTORY_FILE, Line, append_history, finite_or_null
-from server_app.logical_clients import LogicalGrid, Summing
 from server_app.manifest import NUM_NOTED_ROUNDS, note_round
 from server_app.record import client_fields, training_fields
 from server_app.roster import ROSTER_FILE, save_roster
@@ -165,32 +164,15 @@ def train_round(run: Run, server_round: int, arrays: ArrayRecord) -> Trained:
     sent = Sent(run, server_round, "train", messages)
     backed_off = sorted(strategy.backed_off(server_round))
     what = f"round {server_round}"
-    if isinstance(run.grid, LogicalGrid):
-        # with a rejected client, those summed with it train again: a release more
-        shares = {} if config.privacy.epsilon else strategy.begin_sums(server_round)
-        like = {"arrays": strategy.expected(strategy.current), "extra": strategy.expected_extra()}
-        how = strategy.limits, like, strategy.take_sum
-        run.grid.summing = Summing(shares, *how) if shares else None
-
-    to_ask, silent = messages, set[str]()
-    while to_ask:
-        run.exchange.ask(
-            to_ask,
-            rounds.round_timeout,
-            what,
-            max_bytes=strategy.max_reply_bytes(),
-            before_resend=sent.note,
-            on_reply=lambda reply: strategy.accept(server_round, reply),
-        )
-        silent |= {sent.clients[node] for node in run.exchange.silent}
-        again = strategy.to_ask_again()
-        to_ask = [message for message in messages if message.metadata.dst_node_id in again]
-        if to_ask:
-            sent.note(*(message.metadata.dst_node_id for message in to_ask))
-            text = "%s: %d clients train again, as their updates were summed with a rejected one"
-            log.warning(text, what, len(to_ask))
-    if isinstance(run.grid, LogicalGrid):
-        run.grid.summing = None  # a sum that comes later is of clients that did not answer in time
+    run.exchange.ask(
+        messages,
+        rounds.round_timeout,
+        what,
+        max_bytes=strategy.max_reply_bytes(),
+        before_resend=sent.note,
+        on_reply=lambda reply: strategy.accept(server_round, reply),
+    )
+    silent = {sent.clients[node] for node in run.exchange.silent}
     seconds["training"] = time.perf_counter() - started
 
     started = time.perf_counter()

@@ -8,7 +8,7 @@ use Flower's functions.
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -56,11 +56,6 @@ class RunningMean:
         if self.extra_shares:
             self.sum.add(extra, self.extra_shares[client])
         self.added.add(client)
-
-    def merge(self, clients: Iterable[str], sums: Arrays) -> None:
-        """Add what a worker has summed of these clients, and empty `sums`."""
-        self.sum.merge(sums)
-        self.added.update(clients)
 
     def mean(self, like: Arrays) -> Arrays:
         """The mean of what was added, in the dtypes of `like`. Call it once."""

@@ -29,7 +29,6 @@ from protocol.messages import (
     joined,
     message_content,
     mismatch,
-    record_bytes,
     tensors,
 )
 from protocol.packing import DTYPES
@@ -86,10 +85,6 @@ class Average(Strategy):
         self.report = RoundReport()
         self.validation: Validation | None = None  # of the round under way
         self.running: RunningMean | None = None  # where its replies are summed as they come
-        self.workers_sum = False  # replies have no arrays; `take_sum` brings the arrays' sums
-        # (clients, those whose replies have not arrived, their sum), until all have
-        self.sums: list[tuple[set[str], set[str], Arrays]] = []
-        self.unused: set[str] = set()  # valid clients whose sum has one that is not
         self.keeps_updates = False  # each update of the next round is needed, for diagnostics
         self.current: Arrays = {}
         self.sent: Arrays = {}
@@ -247,8 +242,7 @@ class Average(Strategy):
         """Each client's weight in `extra_sum`, by name, at least 0; of all clients at most 1.
 
         {}: this half needs the `extra` of each reply. Otherwise it reads it only through
-        `extra_sum`, the arrays are floating ones with names of their own, and `beside_model` and
-        `extra_reason` are those of this class: a worker that sums does not call them.
+        `extra_sum`, and the arrays are floating ones with names of their own.
         """
         return {}
 
@@ -353,7 +347,6 @@ class Average(Strategy):
         if self.sent is not self.current:
             arrays = array_record(self.sent)
         self.validation = self.running = None
-        self.workers_sum, self.sums = False, []
         return self.messages(MessageType.TRAIN, self.sample(server_round), arrays, config)
 
     def configure_evaluate(
@@ -437,90 +430,27 @@ class Average(Strategy):
             return {}
         return {entry.client: float(entry.num_examples) for entry in entries}
 
-    def begin_sums(self, server_round: int) -> dict[str, dict[int, float]]:
-        """Expect sums from the simulation's workers.
-
-        By record of a reply that they sum, and by node, its client's weight in the sum.
-
-        {} if the server needs each update: then workers must not sum. Call it after
-        `configure_train`.
-        """
-        validation, running = self._begin_round(server_round)
-        if not running:
-            return {}
-        self.workers_sum = True
-        clients = {node: entry.client for node, entry in self.addressed.items()}
-        shares = {"arrays": {node: running.share(client) for node, client in clients.items()}}
-        if running.extra_shares:
-            shares["extra"] = {n: running.extra_shares[client] for n, client in clients.items()}
-        expected = validation.expected
-        validation.expected = replace(expected, arrays={})
-        validation.bytes_in_sum = record_bytes(array_record(expected.arrays))
-        if running.extra_shares:
-            validation.expected = replace(expected, arrays={}, extra={})
-            validation.bytes_in_sum += record_bytes(array_record(expected.extra))
-        return shares
-
-    def take_sum(self, nodes: Iterable[int], sums: Arrays) -> None:
-        """Store a worker's sum of the arrays of these nodes' clients, whose replies follow."""
-        clients = {self.addressed[node].client for node in nodes}
-        self.sums.append((clients, {*clients}, sums))
-
     def accept(self, server_round: int, message: Message) -> None:
         """Validate a reply of this round, and add it to the sum where replies are summed at once.
 
         The order in which replies come does not matter.
         """
-        validation = self.validation or self._begin_round(server_round)[0]
+        validation = self.validation or self._begin_round(server_round)
         client = validation.add(message)
         reply = validation.accepted.get(client)
-        if self.running and self.workers_sum:
-            self._merge_sums(client, validation, self.running)
-        elif self.running and reply and reply.arrays:
+        if self.running and reply and reply.arrays:
             self.running.add(client, reply.arrays, reply.extra)
             extra = {} if self.running.extra_shares else reply.extra
             validation.accepted[client] = replace(reply, arrays={}, extra=extra)
 
-    def to_ask_again(self) -> set[int]:
-        """The nodes of valid clients rejected because of others; their rejections are withdrawn."""
-        clients, self.unused = self.unused, set()
-        if self.validation:
-            self.validation.rejected = {
-                c: why for c, why in self.validation.rejected.items() if c not in clients
-            }
-        return set(self.nodes_of(clients))
-
-    def _begin_round(self, server_round: int) -> tuple[Validation, RunningMean | None]:
+    def _begin_round(self, server_round: int) -> Validation:
         """Prepare for the replies to `configure_train`."""
         expected = returned(self.expected, self.current)
         self.validation = self._validation(server_round, expected, returned(self.expected_extra))
         weights = {} if self.keeps_updates else self.streamed_weights()
         shares = self.extra_shares(list(weights)) if weights else {}
         self.running = RunningMean(weights, self.limits, shares) if weights else None
-        self.unused = set()
-        return self.validation, self.running
-
-    def _merge_sums(self, client: str, validation: Validation, running: RunningMean) -> None:
-        """Add each worker's sum once the replies of all its clients are here; `client`'s has come.
-
-        If one of the replies is not valid, the sum is not used, and all its clients are rejected,
-        also those that `to_ask_again` returns.
-        """
-        accepted = validation.accepted
-        for _, awaited, _ in self.sums:
-            awaited.discard(client)
-        complete = [(clients, sums) for clients, awaited, sums in self.sums if not awaited]
-        self.sums = [each for each in self.sums if each[1]]
-        for clients, sums in complete:
-            # rejected, or in another sum already
-            bad = (clients - accepted.keys()) | (clients & running.added)
-            if not bad:
-                running.merge(clients, sums)
-                continue
-            for other in clients - bad:
-                reason = f"its update was summed with that of {min(bad)}, which cannot be used"
-                validation.reject(other, reason)
-                self.unused.add(other)
+        return self.validation
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -533,9 +463,6 @@ class Average(Strategy):
         rounds = self.config.rounds
         for message in replies:
             self.accept(server_round, message)
-        if self.validation and self.running and self.workers_sum:
-            for client in self.validation.accepted.keys() - self.running.added:
-                self.validation.reject(client, "no usable sum with its update arrived")
         self.report = self.validation.report() if self.validation else RoundReport()
         self.validation = None
         accepted = self.report.accepted

@@ -18,7 +18,6 @@ from flwr.app import Message
 
 from protocol.config import PrivacyConfig, RoundsConfig
 from protocol.messages import (
-    REJECTED,
     RESET_NEEDED,
     Arrays,
     RosterEntry,
@@ -168,7 +167,6 @@ class Validation:
 
     asked: the clients, by the node that was asked; replies carry that node.
     accepted: by client, as far as one reply alone can tell; `report` compares them.
-    bytes_in_sum: size of a client's arrays if a worker has summed them, else 0; for `bytes_up`.
     """
 
     asked: Mapping[int, RosterEntry]
@@ -177,7 +175,6 @@ class Validation:
     half: Half
     reference: NormReference
     accepted: dict[str, TrainReply] = field(default_factory=dict)
-    bytes_in_sum: int = 0
 
     def __post_init__(self) -> None:
         self.failed: dict[str, str] = {}
@@ -190,13 +187,12 @@ class Validation:
         node = message.metadata.src_node_id
         client = self.asked[node].client if node in self.asked else f"node {node}"
         if message.has_error():
-            left_out = self.rejected if message.error.code == REJECTED else self.failed
-            left_out[client] = error_reason(message.error)
+            self.failed[client] = error_reason(message.error)
             if message.error.code == RESET_NEEDED:
                 self.reset_needed.add(client)
             return client
         try:
-            self.bytes_up += payload_bytes(message) + self.bytes_in_sum
+            self.bytes_up += payload_bytes(message)
             reply = replace(read_reply(message, self.expected.max_bytes), client=client)
         except Exception as error:  # a client's bytes may raise anything
             self.rejected[client] = in_one_line(error)
@@ -213,11 +209,6 @@ class Validation:
             arrays = {name: reply.arrays[name] for name in self.expected.arrays}
             self.accepted[client] = replace(reply, arrays=arrays)
         return client
-
-    def reject(self, client: str, reason: str) -> None:
-        """Reject a reply that was accepted."""
-        del self.accepted[client]
-        self.rejected[client] = reason
 
     def report(self) -> RoundReport:
         """All replies, sorted. The log names the first five of those left out for each reason."""

@@ -1,15 +1,12 @@
 """Logical clients: each is simulated once, by placement near the optimum, with its own reply."""
 
 import itertools
-import math
-import pickle
-import warnings
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
 from run_fixtures import SMALL, same_bits
@@ -20,26 +17,18 @@ from client_app.setup import dataset_spec_of, model_for, open_source
 from data.partitions import Parts
 from flower_adapter import GPU_LOST, begin_task
 from protocol.config import resolve_config
-from protocol.exact_sum import ExactSum
 from protocol.messages import (
     RosterRequest,
     TrainReply,
     array_record,
-    contents_one_by_one,
-    find_record,
     message_content,
-    reply_content,
-    reply_of_all,
     request_record,
     simulated_content,
-    simulated_replies,
-    simulated_reply,
-    tensors,
 )
 from server_app.client_registry import gather_roster
 from server_app.federation import exchange_of
 from server_app.inline import InlineGrid, simulated_nodes
-from server_app.logical_clients import LogicalGrid, Summing, place, with_logical_clients
+from server_app.logical_clients import LogicalGrid, place, with_logical_clients
 from server_app.simulated_roster import ByName, SimulatedRoster, check_simulated_roster
 from strategies import strategy_for
 from strategies.sampling import ClientNames, name_order, sample_cohort, sample_numbers
@@ -155,8 +144,7 @@ def asked(grid, nodes, kind="train"):
     )
 
 
-@pytest.mark.parametrize("sums", [False, True])
-def test_a_cuda_error_of_one_client_ends_the_whole_message(monkeypatch, sums):
+def test_a_cuda_error_of_one_client_ends_the_whole_message(monkeypatch):
     """The process can train no other, and is to be replaced: the message is sent again."""
     trained = []
 
@@ -166,9 +154,7 @@ def test_a_cuda_error_of_one_client_ends_the_whole_message(monkeypatch, sums):
 
     monkeypatch.setitem(client_app.handlers.handlers, "train", fail)
     content = message_content(ConfigRecord({"round": 1}), array_record({}), array_record({}), 0)
-    like = {"w": torch.zeros(2)}
-    summing = ({"arrays": [0.5, 0.5]}, {"w": 1.0}, {"arrays": like}) if sums else ()
-    whole = simulated_content([content, content], [4, 7], 9, *summing)
+    whole = simulated_content([content, content], [4, 7], 9)
     grid = InlineGrid(client_app.app.app, simulated_nodes(1))
     (node,) = grid.get_node_ids()
     message = Message(whole, dst_node_id=node, message_type="train")
@@ -222,12 +208,10 @@ def test_a_reply_is_held_until_it_is_asked_for():
         assert reply.metadata.reply_to_message_id == message_id
 
 
-@given(st.integers(1, 40), st.integers(1, 5), st.booleans())
-def test_evaluating_everybody_is_one_message_a_worker(num_clients, num_workers, sums):
+@given(st.integers(1, 40), st.integers(1, 5))
+def test_evaluating_everybody_is_one_message_a_worker(num_clients, num_workers):
     below = Nodes(num_workers)
     grid = LogicalGrid(below, 40)
-    if sums:  # in the training before
-        grid.summing = Summing({}, {}, {}, lambda nodes, sums: None)
     turns = exchange_of(grid, None, None, num_workers).turns
     ids = asked(grid, range(2, 2 + num_clients), "evaluate")
     while list(grid.pull_messages(ids)):
@@ -316,7 +300,7 @@ def test_a_second_measurement_of_a_worker_counts_as_much_as_what_was_known():
         assert grid.seconds_per_unit == {worker: expected}
 
 
-def test_many_clients_of_workers_that_do_not_sum_are_sent_in_parts_that_get_smaller():
+def test_many_clients_are_sent_in_parts_that_get_smaller():
     grid = LogicalGrid(Nodes(3), 40)
     assert len(grid.parts([1.0] * 11, is_training=True)) == 3
     assert len(grid.parts([1.0] * 12, is_training=True)) == 3 + 1
@@ -325,8 +309,6 @@ def test_many_clients_of_workers_that_do_not_sum_are_sent_in_parts_that_get_smal
     # the longest first: 175 clients, then 22, then 3
     assert [len(places) for _, places in parts] == [59, 58, 58, 7, 7, 8, 1, 1, 1]
     assert [max(places) for _, places in parts[::3]] == [199, 24, 2]
-    grid.summing = Summing({}, {}, {}, lambda nodes, sums: None)
-    assert len(grid.parts([1.0] * 12, is_training=True)) == 3
     assert len(LogicalGrid(Nodes(1), 40).parts([1.0] * 12, is_training=True)) == 1
 
 
@@ -501,118 +483,3 @@ def test_a_message_from_a_server_with_other_code_is_refused():
     assert isinstance(refused, Error)
     assert "the server 0123456789abcdef: start the SuperLink" in refused.reason
     assert isinstance(answer(ConfigRecord({k: v for k, v in record.items() if k != "code"})), Error)
-
-
-def test_a_sum_of_an_earlier_round_is_not_taken():
-    """A worker's reply may come once the next round has begun."""
-    taken = []
-    below = Nodes(1)
-    grid = LogicalGrid(below, 40)
-    below.answer = lambda message: Message(
-        RecordDict({"sum": array_record({"w": torch.ones(2)}), "reply-0": ConfigRecord({})}),
-        reply_to=message,
-    )
-    grid.summing = Summing(
-        {"arrays": {2: 1.0}}, {}, {"arrays": {}}, lambda nodes, sums: taken.append(("early", nodes))
-    )
-    late = asked(grid, [2])
-    grid.summing = Summing(
-        {"arrays": {2: 1.0}}, {}, {"arrays": {}}, lambda nodes, sums: taken.append(("now", nodes))
-    )
-    assert len(list(grid.pull_messages(late))) == 1
-    assert taken == []
-    list(grid.pull_messages(asked(grid, [2])))
-    assert taken == [("now", [2])]
-
-
-def test_a_sum_is_of_the_clients_that_answered_alone():
-    """With one that failed among them, the server would reject the sum."""
-    taken, below = [], Nodes(1)
-    grid = LogicalGrid(below, 40)
-    replies = [RecordDict(), Error(1, "its disk is full")]
-    below.answer = lambda message: Message(
-        simulated_reply(replies, {"w": torch.ones(2)}), reply_to=message
-    )
-    shares = {"arrays": {2: 0.5, 3: 0.5}}
-    grid.summing = Summing(shares, {}, {"arrays": {}}, lambda nodes, sums: taken.append(nodes))
-    assert len(list(grid.pull_messages(asked(grid, [2, 3])))) == 2
-    assert taken == [[2]]
-
-
-@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # pytest resets Keel's
-def test_a_sum_is_read_from_shared_memory_and_then_let_go(monkeypatch):
-    """Ray keeps what is pickled out of band in shared memory; Flower still holds the message."""
-    sent = simulated_reply([RecordDict()], {"w": torch.arange(10_000), "b": torch.tensor(3)})
-    buffers: list[pickle.PickleBuffer] = []
-    pickled = pickle.dumps(sent, protocol=5, buffer_callback=buffers.append)
-    assert len(pickled) < 2000
-    shared = [memoryview(bytes(each.raw())) for each in buffers]
-    with monkeypatch.context() as patch:  # not for threads: its end may undo another's
-        patch.setattr(warnings, "catch_warnings", None)
-        whole, sums, below = pickle.loads(pickled, buffers=shared), [], Nodes(1)
-    below.answer = lambda message: Message(whole, reply_to=message)
-    grid = LogicalGrid(below, 40)
-    grid.summing = Summing(
-        {"arrays": {2: 1.0}}, {}, {"arrays": {}}, lambda nodes, arrays: sums.append(arrays)
-    )
-    list(grid.pull_messages(asked(grid, [2])))
-    assert sums[0]["b"] == 3
-    assert torch.equal(sums[0]["w"], torch.arange(10_000))
-    assert sums[0]["w"].data_ptr() in {np.frombuffer(each, np.uint8).ctypes.data for each in shared}
-    assert "sum" not in whole
-
-
-@pytest.mark.parametrize("one_by_one", [False, True])
-def test_a_worker_sums_its_clients_arrays_and_leaves_out_what_the_server_would_reject(
-    monkeypatch, one_by_one
-):
-    w = torch.tensor
-    cases = [  # arrays, loss, why it is left out; the last one's extra is beyond the bound
-        ({"w": w([1.0, 2.0])}, 0.5, ""),
-        ({"w": w([3.0, 4.0])}, 0.5, ""),
-        ({"w": w([2e4, 0.0])}, 0.5, "array 'w' holds 2e+04: the bound on values is 1e+04"),
-        ({}, 0.5, "array 'w' is missing (1 of 1)"),
-        ({"w": w([1.0, 2.0]), "b": w(1.0)}, 0.5, "array 'b' is unknown (1 too many)"),
-        ({"w": w([1.0])}, 0.5, "array 'w' is [1], expected [2]"),
-        ({"w": w([1, 2])}, 0.5, "array 'w' is torch.int64, expected torch.float32"),
-        ({"w": w([1.0, 2.0])}, math.nan, "loss.x is nan, not finite"),
-        (None, 0.5, "no data"),
-        ({"w": w([1.0, 2.0])}, 0.5, "array 'e' holds 2e+04: the bound on values is 1e+04"),
-    ]
-
-    def train(message, context):
-        client = int(context.node_config["partition-id"])
-        arrays, loss, _ = cases[client]
-        assert tensors(message.content["extra"])["mine"] == client
-        if arrays is None:
-            raise ValueError("no data")
-        extra = {"e": w(2e4 if client == len(cases) - 1 else client + 1.0)}
-        return reply_content(TrainReply(f"client-{client}", 1, arrays, extra, {"loss.x": loss}))
-
-    monkeypatch.setitem(client_app.handlers.handlers, "train", train)
-    none, num = array_record({}), len(cases)
-    owns = [array_record({"mine": torch.tensor(client)}, "own") for client in range(num)]
-    contents = [message_content(ConfigRecord({"round": 1}), none, own, 0) for own in owns]
-    shares = {"arrays": [0.25] * num, "extra": [0.5] * num}
-    limits, like = {"w": 1e4, "e": 1e4}, {"w": torch.zeros(2), "e": torch.tensor(0.0)}
-    layout = {"arrays": {"w": like["w"]}, "extra": {"e": like["e"]}}
-    content = simulated_content(contents, range(num), num, shares, limits, layout)
-
-    def answer(content):
-        message = Message(content, 1, "train")
-        return client_app.handlers.answer(message, Context(1, 1, {}, RecordDict(), {}))
-
-    whole = answer(content)
-    if one_by_one:
-        whole = reply_of_all(map(answer, contents_one_by_one(content)))
-    for reply, (_, _, why) in zip(simulated_replies(whole, num), cases, strict=True):
-        assert isinstance(reply, Error) == bool(why)
-        if why:
-            assert why in reply.reason
-        else:
-            for record in shares:
-                assert find_record(reply, record, ArrayRecord) == ArrayRecord()
-    total = ExactSum(limits)
-    total.merge(tensors(whole["sum"]))
-    found = {name: array.tolist() for name, array in total.scaled(1.0, like).items()}
-    assert found == {"w": [1.0, 1.5], "e": 1.5}

@@ -7,8 +7,6 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedMedian, FedTrimmedAvg, MultiKrum
-from hypothesis import given
-from hypothesis import strategies as st
 from run_fixtures import random_arrays, same_bits, sent
 
 from protocol.config import resolve_config
@@ -79,36 +77,6 @@ def test_krums_choice_is_that_of_flowers_own_strategy(name):
     mean = aggregate(replies, counts, rounds, lambda reply: reply.arrays)
     for key, array in mean.items():
         assert array.numpy() == pytest.approx(theirs[key].numpy(), rel=1e-12)
-
-
-@given(st.permutations(range(6)), st.sets(st.integers(0, 5), max_size=5), st.integers(0, 6))
-def test_a_running_mean_has_the_same_bits_in_any_order_and_grouping(order, missing, num_grouped):
-    clients = [f"c{i}" for i in range(6)]
-    arrays = [{"w": torch.randn(50, generator=torch.manual_seed(i)) * 3**i} for i in range(6)]
-    for i, each in enumerate(arrays):
-        each["steps"] = torch.tensor(7 * i)
-    weights = {client: 3.0 + 2 * i for i, client in enumerate(clients)}
-    kept = [i for i in range(6) if i not in missing]
-    limits = {"w": 1e5}
-    plain, running = RunningMean(weights, limits), RunningMean(weights, limits)
-    for i in kept:
-        plain.add(clients[i], arrays[i], {})
-    group = ExactSum(limits)  # of a worker
-    grouped = [i for i in order if i in kept][:num_grouped]
-    for i in order:
-        if i in grouped:
-            group.add(arrays[i], running.share(clients[i]))
-        elif i in kept:
-            running.add(clients[i], arrays[i], {})
-    running.merge([clients[i] for i in grouped], group.sums)
-    mean = running.mean(arrays[0])
-    assert same_bits(mean, plain.mean(arrays[0]))
-    total = sum(weights[clients[i]] for i in kept)
-    for name in ("w", "steps"):
-        exact = sum(arrays[i][name].double() * weights[clients[i]] for i in kept) / total
-        exact = exact.float() if name == "w" else exact.round()
-        torch.testing.assert_close(mean[name].to(exact.dtype), exact, rtol=2e-7, atol=1e-9)
-    assert mean["steps"].dtype == torch.int64
 
 
 def test_the_mean_does_not_depend_on_the_order_in_which_a_set_has_the_clients():

@@ -29,10 +29,8 @@ from torch import Tensor, nn
 import strategies.average
 from flower_adapter import assign_source_node
 from protocol.config import resolve_config
-from protocol.exact_sum import ExactSum
 from protocol.messages import (
     PACKED,
-    REJECTED,
     RosterEntry,
     TrainReply,
     TrainRequest,
@@ -411,19 +409,6 @@ def test_no_client_fills_the_log():
     assert "\n" not in reason
 
 
-@pytest.mark.parametrize(("code", "num_rejected"), [(1, 0), (REJECTED, 1)])
-def test_an_update_that_a_worker_rejects_counts_as_rejected_and_an_error_as_failed(
-    code, num_rejected
-):
-    strategy = average_of()
-    answers = all_answers(strategy, network().state_dict())
-    replies = [answer(message, reply) for message, reply in answers[1:]]
-    replies.append(Message(Error(code, "array 'w' is missing"), reply_to=answers[0][0]))
-    strategy.aggregate_train(1, replies)
-    assert strategy.report.left_out == {"client-0": "array 'w' is missing"}
-    assert strategy.report.rejected == num_rejected
-
-
 WORDS = ArrayRecord({"0.bias": Array(np.array(["nonsense", "words"]))})
 ROUNDS = ConfigRecord({"client": "client-2", "round": [1, 2]})
 COUNTS = MetricRecord({"num-examples": [1, 2]})
@@ -680,24 +665,6 @@ def test_updates_summed_as_they_come_leave_out_a_bad_one(monkeypatch, kind):
         torch.testing.assert_close(array, expected[name])
 
 
-def test_a_server_half_that_reads_the_updates_has_them_in_a_large_round_too(monkeypatch):
-    class LargestServer(Average):
-        def next_arrays(self, current, replies):
-            return {
-                name: torch.stack([r.arrays[name] for r in replies]).amax(0) for name in current
-            }
-
-    monkeypatch.setattr(strategies.average, "STREAM_BYTES", 0)
-    current = network().state_dict()
-    strategy = average_of(half=LargestServer)
-    messages = [answer(*each) for each in all_answers(strategy, current)]
-    assert strategy.begin_sums(1) == {}
-    following, _ = strategy.aggregate_train(1, messages)
-    replies = [reply for _, reply in all_answers(average_of(), current)]
-    for name, array in tensors(following).items():
-        assert torch.equal(array, torch.stack([r.arrays[name] for r in replies]).amax(0))
-
-
 @pytest.mark.parametrize("optimizer", ["fedavg", "fedavgm", "fedadam", "fedacg"])
 def test_clients_may_send_a_part_of_the_model_under_any_server_optimizer(optimizer):
     """All but the first ended in a KeyError."""
@@ -719,61 +686,6 @@ def test_clients_may_send_a_part_of_the_model_under_any_server_optimizer(optimiz
         found.append(tensors(strategy.aggregate_train(1, messages)[0]))
     whole, part = found
     assert same_bits(part, current | {"0.bias": whole["0.bias"]})
-
-
-def test_a_server_half_weights_a_large_round_by_its_own_counts(monkeypatch):
-    """It was weighted by numbers of samples."""
-
-    class ByPlace(Average):
-        needs_only_average = True
-
-        def counts(self, replies):
-            return [1.0 + 10 * place for place, _ in enumerate(replies)]
-
-    current, found = network().state_dict(), []
-    for num_bytes in (2**29, 0):
-        monkeypatch.setattr(strategies.average, "STREAM_BYTES", num_bytes)
-        strategy = average_of(half=ByPlace)
-        messages = [answer(*each) for each in all_answers(strategy, current)]
-        assert strategy.begin_sums(1) == {}
-        following, _ = strategy.aggregate_train(1, messages)
-        found.append(tensors(following))
-    for name, array in found[0].items():
-        torch.testing.assert_close(found[1][name], array)
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda self, replies: self.average(replies[:2]),
-        lambda self, replies: self.average(replies) and self.average(replies),
-        lambda self, replies: self.extra_sum(replies[:2]),
-    ],
-)
-def test_a_server_half_that_averages_a_large_round_in_part_or_twice_is_refused(monkeypatch, read):
-    """It got the average of all replies, and the second time no arrays."""
-
-    class Some(Summing):
-        needs_only_average = True
-
-        def next_arrays(self, current, replies):
-            read(self, replies)
-            return current
-
-    current = network().state_dict()
-    for num_bytes in (2**29, 0):
-        monkeypatch.setattr(strategies.average, "STREAM_BYTES", num_bytes)
-        strategy = average_of(half=Some)
-        extra = {"beside": torch.ones(500)}
-        messages = [
-            answer(message, replace(reply, extra=extra))
-            for message, reply in all_answers(strategy, current)
-        ]
-        if num_bytes:
-            strategy.aggregate_train(1, messages)
-            continue
-        with pytest.raises(ValueError, match=r"Some.next_arrays \(.*\): this round's updates"):
-            strategy.aggregate_train(1, messages)
 
 
 def test_a_server_half_that_changes_what_it_was_given_is_refused():
@@ -798,103 +710,6 @@ def test_a_server_half_that_changes_what_it_was_given_is_refused():
             strategy.aggregate_train(1, messages)
 
 
-def summed_by_workers(
-    strategy: Average,
-    groups: list[list[int]],
-    spoilt: str = "",
-    missing: int = -1,
-    changes: dict[str, Tensor] | None = None,
-) -> list[Message]:
-    """The replies to round 1 of clients whose arrays are summed by groups, given to the strategy.
-
-    spoilt: what is wrong with client-2's reply. missing: a group whose sum does not come.
-    changes: arrays of the global model that are not the network's.
-    """
-    current = network().state_dict() | (changes or {})
-    answers = all_answers(strategy, current)
-    shares = strategy.begin_sums(1)
-    for n, group in enumerate(groups):
-        total = ExactSum(strategy.limits)
-        for i in group:
-            total.add(answers[i][1].arrays, shares["arrays"][100 + i])
-        if n != missing:
-            strategy.take_sum([100 + i for i in group], total.sums)
-    replies = [(message, replace(reply, arrays={})) for message, reply in answers]
-    if spoilt:
-        message, reply = replies[2]
-        replies[2] = message, replace(reply, metrics={"num-examples": 12.0, "loss.x": math.nan})
-    return [answer(message, reply) for message, reply in replies]
-
-
-def test_what_workers_sum_has_the_bits_of_what_the_server_sums(monkeypatch):
-    current = network().state_dict()
-    by_server = streaming(monkeypatch)
-    messages = [answer(*each) for each in all_answers(by_server, current)]
-    expected, _ = by_server.aggregate_train(1, messages)
-    for groups in ([[0, 1, 2, 3, 4]], [[3, 0], [1], [4, 2]]):
-        strategy = streaming(monkeypatch)
-        for message in reversed(summed_by_workers(strategy, groups)):
-            strategy.accept(1, message)
-        following, _ = strategy.aggregate_train(1, [])
-        assert same_bits(tensors(following), tensors(expected))
-        assert strategy.report.bytes_up == by_server.report.bytes_up
-
-
-class Summing(Average):
-    """Reads the replies' `extra` only through their sum."""
-
-    needs_only_average = True
-
-    def expected_extra(self):
-        return {"beside": torch.zeros(500)}
-
-    def extra_shares(self, clients):
-        return dict.fromkeys(clients, 1 / len(clients))
-
-    def next_arrays(self, current, replies):
-        self.total = self.extra_sum(replies)
-        return super().next_arrays(current, replies)
-
-
-def test_what_is_beside_the_model_has_the_same_bits_whoever_sums_it(monkeypatch):
-    current, strategies = network().state_dict(), []
-    for who in ("server", "workers", "server, which needs each update"):
-        strategies.append(strategy := streaming(monkeypatch, half=Summing))
-        strategy.keeps_updates = "needs" in who
-        replies = [
-            (message, replace(reply, extra={"beside": torch.linspace(i / 7, 1.0, 500)}))
-            for i, (message, reply) in enumerate(all_answers(strategy, current))
-        ]
-        if who == "workers":
-            shares, total = strategy.begin_sums(1), ExactSum(strategy.limits)
-            for node, (_, reply) in enumerate(replies, start=100):
-                total.add(reply.arrays, shares["arrays"][node])
-                total.add(reply.extra, shares["extra"][node])
-            strategy.take_sum(shares["extra"], total.sums)
-            replies = [(message, replace(r, arrays={}, extra={})) for message, r in replies]
-        strategy.aggregate_train(1, [answer(*each) for each in replies])
-    one, other, third = strategies
-    assert same_bits(one.total, other.total)
-    assert same_bits(one.total, third.total)
-    torch.testing.assert_close(one.total["beside"], torch.linspace(2 / 7, 1.0, 500))
-    assert one.report.bytes_up == other.report.bytes_up
-
-
-def test_a_sum_whose_replies_did_not_come_is_no_part_of_the_next_round(monkeypatch):
-    found = []
-    for strategy in (streaming(monkeypatch), unlucky := streaming(monkeypatch)):
-        if strategy is unlucky:
-            for message in summed_by_workers(strategy, [[0, 1, 2, 3], [4]])[1:]:
-                strategy.accept(1, message)
-            strategy.aggregate_train(1, [])
-            assert [reply.client for reply in strategy.report.accepted] == ["client-4"]
-        messages = summed_by_workers(strategy, [[0, 1], [2, 3], [4]])
-        following, _ = strategy.aggregate_train(1, messages)
-        assert strategy.report.left_out == {}
-        found.append(tensors(following))
-    assert same_bits(*found)
-
-
 class CountedDict(dict[str, TrainReply]):
     """Counts how often all of its keys are looked at."""
 
@@ -903,71 +718,6 @@ class CountedDict(dict[str, TrainReply]):
     def keys(self):
         self.num_looks += 1
         return super().keys()
-
-
-def test_the_cohort_is_looked_at_once_for_each_sum_and_not_for_each_reply(monkeypatch):
-    groups = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-    strategy = streaming(monkeypatch, num_clients=10)
-    messages = summed_by_workers(strategy, groups)
-    strategy.validation.accepted = CountedDict()
-    for message in messages:
-        strategy.accept(1, message)
-    assert len(strategy.running.added) == 10
-    assert strategy.validation.accepted.num_looks == len(groups)
-
-
-def test_an_array_of_large_values_takes_no_accuracy_from_the_others(monkeypatch):
-    """For example a running count, near 1e8; with the same bits for 1, 2 and 3 workers."""
-    counts = {"1.running_mean": torch.tensor([1e8, 3.0])}
-    found = []
-    for groups in ([[0, 1, 2, 3, 4]], [[3, 0], [1, 4, 2]], [[1], [4, 2], [3, 0]]):
-        strategy = streaming(monkeypatch)
-        messages = summed_by_workers(strategy, groups, changes=counts)
-        found.append(tensors(strategy.aggregate_train(1, messages)[0]))
-        assert same_bits(found[-1], found[0])
-    replies = [r for _, r in all_answers(average_of(), network().state_dict() | counts)]
-    for name, array in found[0].items():
-        exact = sum(r.arrays[name].double() * (10 + i) for i, r in enumerate(replies)) / 60
-        exact = exact if array.is_floating_point() else exact.round()
-        torch.testing.assert_close(array.double(), exact, rtol=2**-23, atol=1e-12)
-
-
-@pytest.mark.parametrize("why", ["a bad reply", "a sum twice", "no sum"])
-def test_a_client_counts_only_with_the_sum_that_its_update_is_in(monkeypatch, why):
-    """Of (0, 1), (2, 3), (4): client-2's reply is bad, or 3 is summed with 4 too, or no 2 and 3."""
-    groups = [[0, 1], [2, 3], [4]]
-    if why == "a sum twice":
-        groups = [[0, 1], [2, 3], [3, 4]]
-    strategy = streaming(monkeypatch)
-    spoilt = "metric" if why == "a bad reply" else ""
-    messages = summed_by_workers(strategy, groups, spoilt, missing=1 if why == "no sum" else -1)
-    following, _ = strategy.aggregate_train(1, messages)
-    kept = {"a sum twice": [0, 1, 2, 3]}.get(why, [0, 1, 4])
-    assert [r.client for r in strategy.report.accepted] == [f"client-{i}" for i in kept]
-    reasons = {
-        "a bad reply": {"client-2": "not finite", "client-3": "summed with that of client-2"},
-        "a sum twice": {"client-4": "summed with that of client-3"},
-        "no sum": dict.fromkeys(("client-2", "client-3"), "no usable sum"),
-    }[why]
-    assert strategy.report.left_out.keys() == reasons.keys()
-    for client, words in reasons.items():
-        assert words in strategy.report.left_out[client]
-    good = [r for _, r in all_answers(average_of(), network().state_dict())]
-    expected = weighted_mean([good[i] for i in kept], [10.0 + i for i in kept])
-    for name, array in tensors(following).items():
-        torch.testing.assert_close(array, expected[name])
-
-
-@pytest.mark.parametrize(("largest", "is_summed"), [(20, True), (100_000, False)])
-def test_an_outliers_update_is_compared_with_those_of_the_others(monkeypatch, largest, is_summed):
-    counts = [10, 11, 12, 13, largest]
-    strategy = streaming(monkeypatch, counts=counts, weighting="uniform")
-    strategy.partition_sizes = {}
-    ask(strategy, network().state_dict())
-    assert bool(strategy.begin_sums(1)) == is_summed
-    strategy.partition_sizes = {"client-4": largest}  # as the server has counted
-    ask(strategy, network().state_dict())
-    assert strategy.begin_sums(1)
 
 
 @pytest.mark.parametrize(
@@ -1026,17 +776,6 @@ def test_the_bounds_on_values_have_room_for_noise():
     assert strategy.limits["0.weight"] == 100 * 10 / 0.001
 
 
-def test_arrays_beside_the_model_that_are_summed_are_bounded_by_the_largest_trained_value():
-    strategy = average_of(half=Summing)
-    ask(strategy, network().state_dict() | {"0.bias": torch.tensor([5.0, -70.0])})
-    assert strategy.limits["beside"] == strategy.limits["0.bias"] == 70e4
-    statistics = {"1.running_mean": torch.tensor([80.0, 0.0])}
-    ask(strategy, network().state_dict() | statistics)
-    assert strategy.limits["beside"] == 1e4
-    ask(strategy, {})  # a method that sends nothing else
-    assert strategy.limits == {"beside": 1e4}
-
-
 NEEDS_ALL = {  # updates that are compared with each other, or kept
     "median": {"aggregation": "median"},
     "krum": {"aggregation": "krum", "num_malicious": 1},
@@ -1045,29 +784,6 @@ NEEDS_ALL = {  # updates that are compared with each other, or kept
     "counts that nothing supports": {},
     "a small round": {},
 }
-
-
-@pytest.mark.parametrize("keys", [{}, {"weighting": "uniform"}])
-def test_updates_of_a_large_round_are_summed_as_they_come(monkeypatch, keys):
-    strategy = streaming(monkeypatch, **keys)
-    strategy.accept(1, answer(*all_answers(strategy, network().state_dict())[0]))
-    assert strategy.running
-    assert strategy.begin_sums(1)
-
-
-@pytest.mark.parametrize("why", NEEDS_ALL)
-def test_updates_are_held_where_something_needs_them_all(monkeypatch, why):
-    strategy = average_of() if why == "a small round" else streaming(monkeypatch, **NEEDS_ALL[why])
-    strategy.keeps_updates = why == "diagnostics"
-    if why == "counts that nothing supports":
-        strategy.partition_sizes = {}
-    answers = [answer(*each) for each in all_answers(strategy, network().state_dict())]
-    assert strategy.begin_sums(1) == {}  # workers sum nothing either
-    strategy.accept(1, answers[0])
-    assert strategy.running is None
-    assert strategy.validation.accepted["client-0"].arrays
-    strategy.aggregate_train(1, answers[1:])
-    assert len(strategy.report.accepted) == 5
 
 
 def test_diagnostics_change_no_bit_of_a_large_round_in_which_a_reply_is_rejected(monkeypatch):

@@ -25,7 +25,6 @@ from run_fixtures import (
 )
 from superlink_fixtures import SuperLink
 
-import strategies.average
 from protocol.code import sources_digest
 from protocol.options import OptionValue
 from protocol.processes import num_cores
@@ -161,24 +160,6 @@ def test_a_mistake_ends_the_run_with_a_line_that_names_it_and_leaves_no_folder(s
     assert line.endswith(" error: fraction-train = 7.0: expected a number in (0, 1]")
     assert not (tmp_path / "runs").exists()
     assert "finished:failed" in superlink.flwr("list").stdout
-
-
-@pytest.mark.slow
-def test_large_updates_that_two_workers_sum_give_the_bits_of_the_inline_engine(
-    superlink, tmp_path, no_pictures
-):
-    """14 clients of 45 MB each: above strategies.average.STREAM_BYTES."""
-    keys = SMALL | {"model": "resnet18", "num-rounds": 2, "evaluate-every": 2}
-    keys |= {"data-fraction": 0.05, "batch-size": 4, "partition": "iid"}
-    on_ray = keys | {"num-clients": 14, "output-dir": str(tmp_path / "ray")}
-    printed = superlink.run(on_ray, 2, cpus_each=1)
-    folders = [*(tmp_path / "ray").iterdir()]
-    assert len(folders) == 1, printed
-    inline = run_inline(keys | {"output-dir": str(tmp_path)}, 14)
-    assert same_bits(all_models(folders[0]), all_models(inline))
-    for line, expected in zip(history_of(folders[0]), history_of(inline), strict=True):
-        assert line["left_out"] == {}
-        assert line["bytes_up"] == expected["bytes_up"] > strategies.average.STREAM_BYTES
 
 
 def test_a_second_checkout_trains_with_its_own_code(finished):
