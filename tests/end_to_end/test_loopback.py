@@ -1,5 +1,4 @@
-"""A real deployment on loopback: `keel run` and `keel resume` on it, TLS, keys, processes that are
-killed, and the same bits.
+"""A real deployment on loopback: TLS, keys, processes that are killed or hang, and the same bits.
 
 One deployment for all tests, as its processes take a third of a core while they wait.
 """
@@ -11,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ from run_fixtures import (
     wait_until,
 )
 from source_fixtures import write_newer_app
-from tools.processes import client_app_pid, descendants
+from tools.processes import descendants
 
 from keel.cli.main import main
 from keel.deployment.checks_host import check_key, check_port, check_registered
@@ -44,9 +45,10 @@ from keel.deployment.checks_runtime import check_worker
 from keel.deployment.credentials import make_credentials
 from keel.deployment.loopback import Loopback, free_ports, partitions, running
 from keel.deployment.register import register
-from keel.deployment.superlink import connection
+from keel.deployment.superlink import connection, run_config
 from keel.runs import SavedRun
 from protocol.code import code_digest
+from protocol.config import app_folder
 from server_app.inline import run_inline
 
 pytestmark = pytest.mark.timeout(900)
@@ -141,55 +143,27 @@ def test_each_worker_refuses_a_run_from_another_checkout(deployed, tmp_path):
     assert set(runs(deployed)) == before
 
 
-def test_worker_superlink_and_serverapp_killed_in_one_run_and_still_the_same_bits(deployed, inline):
+def test_killed_and_hung_processes_cost_no_bit_of_a_resumed_run(deployed, inline):
+    """The SuperLink hangs for 40 s, then it, a worker and the ServerApp are killed."""
     run_id, run = new_run(deployed, LOOPBACK_KEYS)
     wait_for_round(run, 1)
-    os.kill(deployed.pid("worker-client-0000"), signal.SIGKILL)
-    os.kill(deployed.pid("superlink"), signal.SIGKILL)
+    superlink = deployed.pid("superlink")
+    os.kill(superlink, signal.SIGSTOP)
+    time.sleep(40)
+    os.kill(superlink, signal.SIGCONT)
     wait_for_round(run, 2)
+    for name in ("superlink", "worker-client-0000"):
+        os.kill(deployed.pid(name), signal.SIGKILL)
     os.kill(server_app_pid(deployed), signal.SIGKILL)
     resumed = deployed.superlink.submit({"resume": str(run)})
     assert wait_for_end(deployed, resumed, run) == "finished:completed"
-    assert summary_of(run)["status"] == "finished"
-    assert [line["round"] for line in history_of(run)] == [1, 2, 3]
+    history = history_of(run)
+    assert [line["round"] for line in history] == [1, 2, 3]
+    assert all(line["left_out"] == {} for line in history)
     assert same_bits(final_model(run), final_model(inline))
     assert state_of_clients(deployed, run) == state_inline(inline)
     listed = {row["run-id"] for row in deployed.superlink.flwr_json("list", connection)["runs"]}
     assert {str(run_id), str(resumed)} <= listed  # the restarted SuperLink knows its runs
-    for name in ("superlink", "worker-client-0000"):
-        assert deployed.processes[name].starts == 2
-
-
-@pytest.mark.slow
-@pytest.mark.deployment
-@pytest.mark.parametrize(
-    ("stopped", "seconds"),
-    [
-        *(("superlink", 40), ("superlink", 95), ("serverapp", 40), ("serverapp", 200)),
-        *(("supernode-client-0000", 40), ("serverapp-executor", 95)),
-        *(("executor-client-0000", 40), ("executor-client-0000", 95)),
-        *(("worker-client-0000", 40), ("worker-client-0000", 95)),
-        *(("clientapp", 40), ("clientapp", 95)),
-    ],
-)
-def test_a_process_that_hangs_costs_time_and_nothing_else(deployed, inline, stopped, seconds):
-    run_id, run = new_run(deployed, LOOPBACK_KEYS)
-    wait_for_round(run, 1)
-    if stopped == "serverapp":
-        pid = server_app_pid(deployed)
-    elif stopped == "clientapp":
-        pid = client_app_pid(deployed, "client-0000", limit_s)
-    else:
-        pid = deployed.pid(stopped)
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        time.sleep(seconds)
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert wait_for_end(deployed, run_id, run) == "finished:completed"
-    assert all(line["left_out"] == {} for line in history_of(run))
-    assert same_bits(final_model(run), final_model(inline))
-    assert state_of_clients(deployed, run) == state_inline(inline)
 
 
 def test_the_doctor_finds_this_server_in_order_and_a_key_that_is_not_registered(deployed, tmp_path):
@@ -235,32 +209,32 @@ def endless(deployed):
         process.wait(timeout=60)
 
 
-def test_a_registered_key_cannot_take_the_name_of_a_client_that_is_away(deployed, endless):
-    """The review's impostor: another site's key with the name of one whose SuperNode is down."""
+def test_a_site_that_is_away_misses_rounds_and_returns_and_nobody_takes_its_name(deployed, endless):
+    """Its SuperNode is killed; a SuperNode with another site's key uses its name meanwhile."""
+    _, run = endless
     impostor, name = "client-0009", "client-0001"
     make_credentials(deployed.credentials, [deployed.host], [impostor])
     address = f"127.0.0.1:{deployed.http_port}"
     lines = register(deployed.credentials / "server", address, 0.0)
     [node] = [line.split()[3] for line in lines if line.startswith("registered")]
-    _, run = endless
     real = deployed.processes.pop(f"supernode-{name}")  # not restarted
     real.stop()
     deployed.runtime_ports[impostor] = free_ports(1)[0]
     try:
-        config = partitions(LOOPBACK_CLIENTS)[name] | {"name": name}
-        deployed.start_client(impostor, config)
-        refusal = f"node {node} is new and cannot be used: it calls itself '{name}', but its key is"
-        wait_until(lambda: refusal in (run / "run.log").read_text(), limit_s)
-        nodes = {
-            row["client"]: row["node"] for row in json.loads((run / "roster.json").read_text())
-        }
-        assert nodes.keys() == set(partitions(LOOPBACK_CLIENTS))
-        assert nodes[name] != int(node)
+        deployed.start_client(impostor, partitions(LOOPBACK_CLIENTS)[name] | {"name": name})
+        wait_until(lambda: f"node {node} " in (run / "run.log").read_text(), limit_s)
+        wait_until(lambda: name not in history_of(run)[-1]["participants"], limit_s)
     finally:
         for process in ("worker", "supernode", "executor"):
             deployed.processes.pop(f"{process}-{impostor}").stop()
         real.start()
         deployed.processes[f"supernode-{name}"] = real
+    wait_until(lambda: name in history_of(run)[-1]["participants"], limit_s)
+    nodes = {row["client"]: row["node"] for row in json.loads((run / "roster.json").read_text())}
+    assert nodes.keys() == set(partitions(LOOPBACK_CLIENTS))
+    assert nodes[name] != int(node)
+    events = [json.loads(line) for line in (run / "audit.jsonl").read_text().splitlines()]
+    assert [e["node"] for e in events if e["event"] == "refused"][:1] == [int(node)]
 
 
 def test_ctrl_c_stops_the_run_on_the_superlink_and_keel_resumes_it(deployed, endless):
@@ -274,3 +248,98 @@ def test_ctrl_c_stops_the_run_on_the_superlink_and_keel_resumes_it(deployed, end
     done = SavedRun(run).rounds
     assert main(["resume", str(run), f"num-rounds={done + 1}", *on(deployed)]) == 0
     assert SavedRun(run).rounds == done + 1
+
+
+# --- strangers -----------------------------------------------------------------------------------
+
+
+def rejected(deployed, words: list[str]) -> subprocess.CompletedProcess:
+    """A SuperNode started with these words, which has to give up."""
+    [port] = free_ports(1)
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "keel.deployment.supernode"),
+            *("--isolation", "process", "--host", "127.0.0.1"),
+            *("--port", str(port), "--max-retries", "1", "--max-wait-time", "5"),
+            *("--superlink", f"127.0.0.1:{deployed.fleet_port}", *words),
+        ],
+        env=deployed.environment("stranger"),
+        cwd=app_folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+
+
+def test_unknown_key_wrong_ca_and_plain_text_are_refused(deployed, tmp_path):
+    make_credentials(tmp_path, ["127.0.0.1"], ["stranger"])
+    ours, theirs = deployed.credentials / "server" / "ca.pem", tmp_path / "stranger"
+    key = ["--auth-supernode-private-key", str(theirs / "client.key")]
+    config = ["--node-config", run_config({"name": "stranger"})]
+    words = [
+        ["--root-certificates", str(ours), *key, *config],
+        ["--root-certificates", str(ours), *config],
+        ["--root-certificates", str(theirs / "ca.pem"), *key, *config],
+        ["--insecure", *config],
+    ]
+    with ThreadPoolExecutor() as pool:  # each waits for five seconds
+        unknown, no_key, wrong_ca, plain = pool.map(partial(rejected, deployed), words)
+    assert "the SuperLink does not know the key" in unknown.stdout, unknown.stdout
+    assert re.search("(?i)certificate|ssl|handshake", wrong_ca.stdout), wrong_ca.stdout
+    for each in (unknown, no_key, wrong_ca, plain):
+        assert each.returncode != 0
+        assert "SuperNode ID" not in each.stdout
+
+
+def test_a_second_supernode_with_a_connected_client_s_key_says_so(deployed):
+    own = deployed.credentials / "client-0000"
+    second = rejected(
+        deployed,
+        [
+            *("--root-certificates", str(own / "ca.pem")),
+            *("--auth-supernode-private-key", str(own / "client.key")),
+            *("--node-config", run_config({"name": "client-0000"})),
+        ],
+    )
+    assert second.returncode != 0
+    assert "another SuperNode with this key" in second.stdout, second.stdout
+
+
+@pytest.mark.parametrize(
+    ("owner", "executor"),
+    [("client-0000", "executor-client-0000"), ("server", "serverapp-executor")],
+)
+def test_an_executor_without_the_secret_gets_no_work(deployed, owner, executor):
+    """Neither the SuperNode nor the SuperLink has tasks for it."""
+    port, tls = (deployed.runtime_ports | {"server": deployed.http_port})[owner], ["--insecure"]
+    if owner == "server":
+        tls = ["--root-certificates", str(deployed.credentials / "server" / "ca.pem")]
+    strange = subprocess.run(
+        ["flower-superexec", *tls, "--runtime-api-address", f"127.0.0.1:{port}"],
+        env=deployed.environment("stranger"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+    assert "terminated" in strange.stdout  # refused, it ends by itself
+    assert "Start `flwr-clientapp`" not in strange.stdout
+    with_secret = deployed.processes[executor].process
+    assert with_secret.poll() is None
+
+
+def test_a_key_that_was_unregistered_keeps_no_other_client_out(deployed):
+    server, address = deployed.credentials / "server", f"127.0.0.1:{deployed.http_port}"
+    make_credentials(deployed.credentials, [deployed.host], ["removed"])
+    [line] = [x for x in register(server, address, 0.0) if x.startswith("registered")]
+    node = line.split()[3]
+    deployed.superlink.flwr("supernode", "unregister", node, deployed.superlink.connection)
+    make_credentials(deployed.credentials, [deployed.host], ["later"])
+    lines = {line.split()[1]: line for line in register(server, address, 0.0)}
+    assert lines["later"].startswith("registered")
+    assert str(server) in lines["removed"]
+    assert json.loads((server / "clients.json").read_text()).keys() == lines.keys() - {"removed"}
+    assert not any(node in finding.text for finding in check_registered(server, address))

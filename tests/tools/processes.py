@@ -1,19 +1,6 @@
 """Processes below a parent, from Linux's /proc."""
 
-import time
 from pathlib import Path
-
-from keel.deployment.loopback import Loopback
-
-
-def client_app_pid(local: Loopback, client: str, wait_s: float) -> int:
-    """The ClientApp of this client, which runs for as long as one message; 0 if none comes."""
-    until = time.monotonic() + wait_s
-    while time.monotonic() < until:
-        if found := list(descendants(local.pid(f"executor-{client}"))):
-            return found[0]
-        time.sleep(0.02)
-    return 0
 
 
 def descendants(pid: int) -> dict[int, str]:
