@@ -16,6 +16,10 @@ reply when it answers the ServerApp's request, and delivers one whose arrays are
 for which the ServerApp then waits. Here a reply is delivered once it is complete, and again until
 the ServerApp confirms it.
 
+Replaces `validate_message` of `runtime_handlers`. Why: if messages have expired while the SuperLink
+was away, Flower answers the ServerApp with an error that looks like one of the SuperLink's own, and
+the ServerApp sends them again and again. Here they are refused, and it sends new ones.
+
 Replaces `message_handler.push_messages`. Why: Flower compares the node of a request with its key,
 but stores the message in it under any other node's name. Here a node replies in its own name only.
 
@@ -65,6 +69,7 @@ from flwr.server.superlink.fleet.grpc_rere import fleet_servicer
 from flwr.server.superlink.fleet.message_handler import message_handler
 from flwr.server.superlink.linkstate import LinkState, linkstate_factory
 from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
+from flwr.server.utils.validator import validate_message
 from flwr.supercore.constant import NodeStatus
 from flwr.supercore.corestate import sql_corestate
 from flwr.supercore.date import now
@@ -209,6 +214,12 @@ def confirm_and_delete(
     return confirm_reply(request, state, task)
 
 
+def errors_but_expiry(message: Message, is_reply_message: bool) -> list[str]:
+    """As Flower's `validate_message`; the state then refuses the message if it has expired."""
+    errors = validate_message(message, is_reply_message)
+    return [error for error in errors if error != "Message TTL has expired"]
+
+
 class PatientLinkState(SqlLinkState):
     """Flower's state, in which nothing expires because of the SuperLink's own absence.
 
@@ -302,6 +313,7 @@ def main() -> None:
     replace(message_handler, "push_messages", push_own, push_messages)
     replace(runtime_handlers, "pull_messages", pull_complete_replies, pull_replies)
     replace(runtime_handlers, "confirm_message_received", confirm_and_delete, confirm_reply)
+    replace(runtime_handlers, "validate_message", errors_but_expiry, validate_message)
     replace(linkstate_factory, "SqlLinkState", PatientLinkState, SqlLinkState)
     replace(sql_corestate, "HEARTBEAT_PATIENCE", task_patience, HEARTBEAT_PATIENCE)
     cli = sys.modules[flower_superlink.__module__]

@@ -142,9 +142,8 @@ class Exchange:
             self.resent.add(node)
             self.before_resend(node)
             log.info("%s: client %s is asked again", self.what, self.name(node))
-            asked = self.messages[node]
-            message_type = asked.metadata.message_type
-            to_send[node] = Message(asked.content, dst_node_id=current, message_type=message_type)
+            content, about = self.messages[node].content, self.messages[node].metadata
+            to_send[node] = Message(content, current, about.message_type, ttl=about.ttl)
         self.push(to_send)
         for node, (until, reason) in list(self.again.items()):
             if time.monotonic() > until and not self.waiting:

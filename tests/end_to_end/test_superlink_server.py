@@ -12,13 +12,14 @@ from types import SimpleNamespace
 import grpc
 import pytest
 from flwr.app import ConfigRecord, Message, Metadata, RecordDict
+from flwr.app.message import remove_content_from_message
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.common.serde import message_to_proto
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest, PushMessagesRequest
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
 from flwr.proto.node_pb2 import Node
-from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PushAppMessagesRequest
 from flwr.proto.task_pb2 import Task
 from flwr.server.superlink.fleet.grpc_rere.node_auth_server_interceptor import (
     NodeAuthServerInterceptor,
@@ -31,6 +32,7 @@ from flwr.supercore.corestate import sql_corestate
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.superlink.federation import NoOpFederationManager
+from flwr.superlink.servicer.runtime import runtime_handlers
 
 from flower_adapter import assign_message_id
 from flower_adapter import superlink as superlink_server
@@ -333,3 +335,20 @@ def test_a_client_that_is_unregistered_is_cut_off_at_once(link):
     assert link.state.get_nodes(link.run) == {link.other}
     [(_, code)] = link.pull(asked)
     assert code == ErrorCode.NODE_UNAVAILABLE
+
+
+def test_messages_that_expired_before_they_were_sent_are_refused_and_no_error(link, monkeypatch):
+    """A ServerApp takes an error for a failing SuperLink, and sends the same again."""
+    monkeypatch.setattr(runtime_handlers, "validate_message", superlink_server.errors_but_expiry)
+    sent = []
+    for age_s, node in ((120, link.node), (0, link.other)):
+        at = time.time() - age_s
+        about = Metadata(link.run, "", SUPERLINK_NODE_ID, node, "", "", at, 60.0, "train")
+        sent.append(Message(content=RecordDict(), metadata=about))
+        assign_message_id(sent[-1], sent[-1].object_id)
+    request = PushAppMessagesRequest(
+        messages_list=[message_to_proto(remove_content_from_message(each)) for each in sent],
+        message_object_trees=[get_object_tree(each) for each in sent],
+    )
+    answer = runtime_handlers.push_messages(request, link.state, Task(run_id=link.run))
+    assert answer.message_ids == ["", *ids(sent[1])]
