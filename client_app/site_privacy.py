@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from client_app.node_config import NODE_KEYS, NodeConfig, is_deployed
-from protocol.chained import append_chained, newest_digest, parsed, read_chained
+from protocol.chained import Chain, Entry, read_chain
 from protocol.config import PrivacyConfig, RunConfig, keel_home, refuse_unknown, validate
 from protocol.files import digest, write_atomically
 from protocol.privacy import SMALL_DELTA, composed_epsilon, noise_sigma
-from protocol.text import in_one_line, num_of
+from protocol.text import in_one_line
 
 log = logging.getLogger("keel.client")
 DEFAULTS = {
@@ -252,23 +252,14 @@ class Ledger:
     def spent(self) -> float:
         """Sum of 1 / multiplier^2 over the releases so far.
 
-        PrivacyRefused if lines are damaged, or if the newest one that was ever written is missing.
+        PrivacyRefused if the file was changed, or if the newest line ever written is missing.
         """
-        entries, num_damaged = read_chained(self.path, allows_old=False)
-        num_damaged += sum(not entry["multiplier"] > 0 for entry in entries)  # NaN: no total
-        num_damaged -= bool(self.unfinished_line())
-        problem = ""
-        if num_damaged:
-            problem = (
-                f"{num_of('line', num_damaged)} damaged: the budget spent is unknown; restore the "
-                "file from a backup"
-            )
-        elif self.is_cut_short():
+        entries = self.entries()
+        if self.is_cut_short(entries):
             problem = (
                 "its newest lines are missing: what this site spent is not known; restore the file "
                 "from a backup that has them"
             )
-        if problem:
             raise PrivacyRefused(f"{self.path}: {problem}", f"this site's ledger: {problem}")
         return float(sum(entry["multiplier"] ** -2 for entry in entries))
 
@@ -299,34 +290,25 @@ class Ledger:
                 "clip_norm": privacy.clip_norm,
                 "multiplier": multiplier_of(privacy),
             }
-            is_cut_short = self.is_cut_short()
-            if line := self.unfinished_line():
-                os.truncate(self.path, self.path.stat().st_size - len(line))
-            append_chained(self.path, entry)
+            is_cut_short = self.is_cut_short(self.entries())
+            chain = Chain(self.path)
+            chain.append([entry])
             if not is_cut_short:  # or the next look would find nothing missing
-                write_atomically(self.newest, newest_digest(self.path).encode())
+                write_atomically(self.newest, chain.newest.encode())
 
-    def is_cut_short(self) -> bool:
-        """Whether the newest line that was ever written is not in the file any more."""
-        return self.newest.exists() and not self.has_newest(self.content())
+    def entries(self) -> list[Entry]:
+        """The releases so far. PrivacyRefused if the file was changed."""
+        try:
+            return list(read_chain(self.path)) if self.path.exists() else []
+        except ValueError as error:
+            nameless = str(error).replace(str(self.path), "this site's ledger")
+            raise PrivacyRefused(str(error), nameless) from error
 
-    def has_newest(self, content: bytes) -> bool:
-        """Whether the newest line that was ever written is in this content."""
-        return b'"digest": "%b"' % self.newest.read_bytes() in content
-
-    def content(self) -> bytes:
-        """The file's content; empty if there is no file."""
-        return self.path.read_bytes() if self.path.exists() else b""
-
-    def unfinished_line(self) -> bytes:
-        """The last line, if a kill or a power cut ended its writing: its release was not made.
-
-        Empty if there is none, and for a line that may have been whole once.
-        """
-        before, newline, line = self.content().rpartition(b"\n")
-        is_first = not newline and not self.newest.exists()
-        is_after_newest = self.newest.exists() and self.has_newest(before)
-        return line if (is_first or is_after_newest) and not parsed(line) else b""
+    def is_cut_short(self, entries: Sequence[Entry]) -> bool:
+        """Whether the newest line that was ever written is not among the entries any more."""
+        if not self.newest.exists():
+            return False
+        return self.newest.read_text() not in {entry["digest"] for entry in entries}
 
 
 def spent_epsilon(node_config: NodeConfig, delta: float) -> float:

@@ -20,7 +20,7 @@ from protocol.options import OptionValue
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from server_app.trained import TrainedModel
+    from server_app.load_model import TrainedModel
 
 __version__ = keel_version()
 
@@ -35,7 +35,9 @@ class Run:
         self._saved = SavedRun(Path(directory))
 
     def __repr__(self) -> str:
-        return f"<keel.Run {self.directory.name}: {self.state} after round {self._saved.rounds}>"
+        return (
+            f"<keel.Run {self.directory.name}: {self.state} after round {self._saved.last_round}>"
+        )
 
     @property
     def directory(self) -> Path:
@@ -192,7 +194,7 @@ def load_model(run: "str | Path | Run", client: str = "") -> "TrainedModel":
     and returns class names. ValueError, one line, if the run has no such model or no
     finished round.
     """
-    from server_app.trained import load_model as load
+    from server_app.load_model import load_model as load
 
     if isinstance(run, Run):
         run = run.directory

@@ -37,7 +37,7 @@ from protocol.models import MODELS
 from protocol.options import OptionValue, keys_of, parse_options
 from protocol.packing import DTYPES
 from server_app.inline import run_inline
-from server_app.trained import stored_model
+from server_app.load_model import stored_model
 from strategies import server_half, strategy_for
 from strategies.sampling import name_of
 

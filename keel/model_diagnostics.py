@@ -18,10 +18,10 @@ from protocol.messages import Arrays, mismatch
 from protocol.text import in_one_line, shortened
 from server_app.diagnostics.comparison import Comparison, chosen_diagnostics, probe_of
 from server_app.diagnostics.plots import plot_models
-from server_app.history import finite_or_null
-from server_app.run_directory import check_opens, read_arrays
-from server_app.summary import read_run_config
-from server_app.trained import NoPersonalModel, check_is_as_written, check_rounds, read_model
+from server_app.load_model import NoPersonalModel, check_is_as_written, check_rounds, read_model
+from server_app.record import finite_or_null
+from server_app.run_directory import read_arrays
+from server_app.run_reader import MODEL_FILE, RunReader
 
 log = logging.getLogger("keel.server")
 
@@ -40,13 +40,12 @@ def write_diagnostics(
         raise ValueError(f"--samples = {num_samples}: expected at least 2")
     if output.exists():
         raise ValueError(f"{output} exists and is not overwritten: give another --output")
-    if not (run_dir / "model.safetensors").is_file():
-        raise ValueError(
-            f"{run_dir} has no model.safetensors: it is not the directory of a finished run"
-        )
-    check_rounds(run_dir)
-    check_is_as_written(run_dir)
-    config = read_run_config(run_dir)
+    run, path = RunReader(run_dir), run_dir / MODEL_FILE
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: the run has not ended, or it was removed")
+    check_rounds(run)
+    check_is_as_written(path, run.manifest)
+    config = run.run_config
     source = open_source(config)
     device, absent = device_or_cpu(config.train.device)
     if absent:
@@ -57,7 +56,7 @@ def write_diagnostics(
         shape, num_classes = source.image_shape, source.num_classes
         return placed(build_network(config, shape, num_classes, name), device)
 
-    w_g, about_g = read_arrays(run_dir / "model.safetensors")
+    w_g, about_g = read_arrays(path)
     data = {
         "shape": ",".join(map(str, source.image_shape)),
         "classes": "\n".join(source.class_names),
@@ -70,9 +69,9 @@ def write_diagnostics(
             )
     probe = probe_of(config, source, device, num_samples)
     comparison = Comparison(chosen, probe, network, config.model.model, w_g)
-    subjects = list(models) or clients_with_models(run_dir)
+    subjects = list(models) or clients_with_models(run)
     for model in subjects:
-        architecture, arrays = saved_model(run_dir, model)
+        architecture, arrays = saved_model(run, model)
         architecture = architecture or config.model.model
         expected = network(architecture).state_dict()
         expected = {name: array for name, array in expected.items() if name in arrays}
@@ -105,36 +104,34 @@ def write_diagnostics(
         raise
 
 
-def clients_with_models(run_dir: Path) -> list[str]:
+def clients_with_models(run: RunReader) -> list[str]:
     """The clients of the run that store a model. ValueError if one cannot be read."""
     found = []
-    for path in sorted((run_dir / "clients").glob("*")):
+    for path in sorted((run.directory / "clients").glob("*")):
         try:
-            read_model(run_dir, client=path.name)
+            read_model(run, client=path.name)
         except NoPersonalModel:
             continue
         found.append(path.name)
     return found
 
 
-def saved_model(run_dir: Path, model: str) -> tuple[str, Arrays]:
+def saved_model(run: RunReader, model: str) -> tuple[str, Arrays]:
     """(architecture, arrays) of a client's model or of a file; of a file, "": the run's.
 
     ValueError if there is no such model.
     """
-    if (run_dir / "clients" / model).is_dir():
-        network = read_model(run_dir, client=model).network
+    folder = run.directory / "clients"
+    if (folder / model).is_dir():
+        network = read_model(run, client=model).network
         return network.name, network.state_dict()
     path = Path(model).expanduser()
     if not path.is_file():
-        raise ValueError(
-            f"{model!r} is neither a client with state in {run_dir / 'clients'} nor a file"
-        )
-    if path.name == "model.safetensors":
-        check_is_as_written(path.parent)
+        raise ValueError(f"{model!r} is neither a client with state in {folder} nor a file")
+    if path.name == MODEL_FILE:
+        check_is_as_written(path, RunReader(path.parent).manifest)
     elif version_name.fullmatch(path.name) and digest(path.read_bytes()) not in path.name:
         raise ValueError(f"{path} is damaged: its content does not have the digest in its name")
-    check_opens(path)
     try:
         arrays = load_file(path)
     except SafetensorError as error:

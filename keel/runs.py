@@ -1,4 +1,4 @@
-"""Run directories as seen from outside: found by name, read without torch, never written.
+"""Run directories as commands and pages see them: found by name, read without torch, never written.
 
 Whatever a directory holds, listing it does not fail: a file that is missing or damaged is named in
 the run's state.
@@ -9,7 +9,6 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,31 +17,18 @@ from protocol.config import keel_home
 from protocol.files import digest, full_path
 from protocol.options import did_you_mean
 from protocol.text import in_one_line, shortened
-from server_app.history import HISTORY_FILE, curve, read_history
-from server_app.summary import (
-    HEADLINE,
-    SUMMARY_FILE,
-    has_finished,
-    lacking_rounds,
-    lost_rounds,
-    read_config_file,
-    read_manifest,
-    read_summary,
-)
+from server_app.history import curve, headline_of, scalars
+from server_app.run_reader import CONFIG_FILE, HISTORY_FILE, LOCK_FILE, SUMMARY_FILE, RunReader
 
-CONFIG_FILE, LOCK_FILE = "config.json", ".lock"
 STARTING, RUNNING, FINISHED, INTERRUPTED = "starting", "running", "finished", "interrupted"
 GONE = "moved or deleted"
 # of states in a terminal; other states are red
 COLOURS = {FINISHED: "green", RUNNING: "cyan", "stopped": "yellow", INTERRUPTED: "yellow"}
-DAMAGE = (OSError, ValueError, TypeError, KeyError, AttributeError)  # of a file of any content
+UNREADABLE = (OSError, ValueError)  # another user's file, or a damaged one
 
 
-@dataclass(frozen=True)
-class SavedRun:
-    """One run directory. Its files are read when an attribute is first used."""
-
-    directory: Path
+class SavedRun(RunReader):
+    """One run directory, with what commands show of it."""
 
     @property
     def name(self) -> str:
@@ -55,33 +41,10 @@ class SavedRun:
         is_there = self.directory.parent == full_path(runs_directory())
         return shlex.quote(self.name if is_there else str(self.directory))
 
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        """Every config key with its value. ValueError if config.json is missing or damaged."""
-        return read_config_file(self.directory)[0]
-
-    @cached_property
-    def overrides(self) -> dict[str, Any]:
-        """The config keys that the user set. ValueError as for `config`."""
-        return read_config_file(self.directory)[1]
-
-    @cached_property
-    def summary(self) -> dict[str, Any]:
-        """summary.json under today's names; empty if it is missing or damaged."""
-        try:
-            return read_summary(self.directory) if self.has_summary else {}
-        except DAMAGE:
-            return {}
-
     @property
     def has_summary(self) -> bool:
         """Whether there is a summary.json."""
         return (self.directory / SUMMARY_FILE).exists()
-
-    @cached_property
-    def history(self) -> list[dict[str, Any]]:
-        """One dict a round. ValueError naming the file and the line if one is damaged."""
-        return read_history(self.directory)
 
     @property
     def is_running(self) -> bool:
@@ -97,73 +60,42 @@ class SavedRun:
     @property
     def has_sites(self) -> bool:
         """Whether its clients have data of their own, as those of a deployment."""
-        with suppress(*DAMAGE):
-            return read_manifest(self.directory).get("simulated") is False
+        with suppress(*UNREADABLE):
+            return self.manifest.get("simulated") is False
         return False
+
+    @cached_property
+    def fault(self) -> str:
+        """Why the run cannot be read: the first file that is damaged or may not be read; or ""."""
+        try:
+            _ = self.config, self.summary, self.history
+        except OSError as error:
+            return f"{Path(error.filename).name}: {error.strerror}"
+        except ValueError as error:
+            return in_one_line(str(error).removeprefix(f"{self.directory}/"))
+        return ""
 
     @property
     def state(self) -> str:
-        """finished, stopped, failed: ..., running, interrupted, or which file is damaged.
+        """finished, stopped, failed: ..., running, interrupted, or `fault`.
 
         "moved or deleted" if the directory no longer exists.
         """
         with suppress(PermissionError):  # of a folder above
             if not self.directory.exists():
                 return GONE
-        try:
-            self.config  # noqa: B018  # read for its error
-        except ValueError:
-            return f"{CONFIG_FILE} is damaged"
-        except OSError as error:  # another user's, for example
-            return f"{CONFIG_FILE}: {error.strerror}"
+        if self.fault:
+            return self.fault
         if self.is_running:
             return RUNNING
-        if not self.summary:
-            return self._summary_fault()
-        status = str(self.summary.get("status"))
-        is_cut = status in (STARTING, RUNNING) or (
-            status == FINISHED and not has_finished(self.directory)
-        )
+        status = str(self.summary["status"])
+        is_cut = status in (STARTING, RUNNING) or (status == FINISHED and not self.has_finished)
         return INTERRUPTED if is_cut else status
-
-    def _summary_fault(self) -> str:
-        """The state of a run that has no summary, or one that cannot be read."""
-        if not self.has_summary:
-            return INTERRUPTED
-        with suppress(*DAMAGE):
-            try:
-                read_summary(self.directory)
-            except OSError as error:
-                return f"{SUMMARY_FILE}: {error.strerror}"
-        return f"{SUMMARY_FILE} is damaged"
-
-    @property
-    def rounds(self) -> int:
-        """The last round that is done; 0 if there is none or it cannot be read."""
-        try:
-            return int(self.history[-1]["round"]) if self.history else 0
-        except DAMAGE:
-            return 0
-
-    @property
-    def lost_rounds(self) -> str:
-        """A sentence if the history lacks rounds, or is unreadable."""
-        try:
-            history = self.history
-        except OSError as error:  # another user's, for example, which is not lost
-            return f"{HISTORY_FILE}: {error.strerror}"
-        except DAMAGE as error:
-            fault = in_one_line(str(error).removeprefix(f"{self.directory}/"))
-            return f"{fault}; put back a copy of the file if there is one"
-        num_rounds = self.config["num-rounds"]
-        is_number = isinstance(num_rounds, int)
-        ends_early = lost_rounds(self.directory, self.rounds, num_rounds) if is_number else ""
-        return ends_early or lacking_rounds(history)
 
     def damaged_checkpoints(self) -> list[str]:
         """The names of checkpoints that are not as they were written; a resume skips them."""
         damaged = []
-        for path in sorted((self.directory / "checkpoints").glob("round-*.safetensors")):
+        for path in self.checkpoints:
             with suppress(FileNotFoundError):  # replaced by a newer one meanwhile
                 if digest(path.read_bytes()) not in path.name:
                     damaged.append(path.name)
@@ -171,43 +103,28 @@ class SavedRun:
 
     @property
     def headline(self) -> tuple[str, str]:
-        """The curve that stands for the run: a key of the history's lines, and the name within it.
-
-        ValueError if the history is damaged.
-        """
-        return next((pair for pair in HEADLINE if curve(self.history, *pair)), HEADLINE[0])
+        """The curve that stands for the run: a key of the history's lines, and the name within."""
+        return headline_of(self.history)
 
     @property
     def accuracy(self) -> float | None:
         """The last value of the headline curve, in [0, 1]; None if there is none."""
-        try:
-            points = curve(self.history, *self.headline)
-        except DAMAGE:
-            return None
+        points = curve(self.history, *self.headline)
         return points[-1][1] if points else None
 
     def rows(self) -> list[dict[str, float]]:
         """Every round's numbers under flat names; `cohort` counts the sampled clients.
 
-        `left_out` of them were not aggregated. ValueError if the history is damaged.
+        `left_out` of them were not aggregated.
         """
-        from server_app.observers import scalars
-
-        try:
-            return [
-                {
-                    "round": line["round"],
-                    "cohort": len(line["participants"]) + len(line["left_out"]),
-                    **scalars(line),
-                }
-                for line in self.history
-            ]
-        except KeyError as error:
-            path = self.directory / HISTORY_FILE
-            raise ValueError(
-                f"{path}: a line has no key {error}: the file is damaged, or was restored from an "
-                "archive, which does not have it"
-            ) from error
+        return [
+            {
+                "round": line["round"],
+                "cohort": line["num_participants"] + line["num_left_out"],
+                **scalars(line),
+            }
+            for line in self.history
+        ]
 
     @property
     def source(self) -> str:

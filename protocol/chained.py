@@ -1,87 +1,88 @@
-"""Append-only JSON lines, each with a digest of itself and of the line before."""
+"""Append-only JSON lines, each with a digest of itself and of the line before.
+
+A line that was edited, removed, inserted or moved breaks the chain. A file that was cut after a
+whole line looks intact: who must know stores the newest digest elsewhere.
+"""
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from protocol.files import append_line, digest
 
 Entry = dict[str, Any]
-TAIL_BYTES = 1 << 16  # read first for the newest line; 17 kB for a round of 1,000 clients
 
 
-def append_chained(path: Path, *entries: Mapping[str, Any]) -> None:
-    """Append the entries with their digests, all or none; they are on the disk when this returns.
+def read_chain(path: Path) -> Iterator[Entry]:
+    """The entries with their digests; a last line without its newline was never written whole.
 
-    An incomplete line at the end (a power cut) is ended first and stays as it is. OSError, naming
-    the file, which stays as it is, if the disk is full.
+    ValueError naming the file and the first line that is damaged, edited or out of place.
     """
-    previous, lines = newest_digest(path), []
-    for entry in entries:
-        previous = digest_of(entry, previous)
-        lines.append(json.dumps({**entry, "digest": previous}))
-    append_line(path, "\n".join(lines))
+    previous = ""
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            if not text.endswith(b"\n"):
+                return
+            try:
+                entry = json.loads(text)
+                fields = {name: value for name, value in entry.items() if name != "digest"}
+                is_intact = entry["digest"] == digest_of(fields, previous)
+            except (ValueError, AttributeError, LookupError, TypeError, RecursionError):
+                is_intact = False
+            # a name that is there twice is not written back
+            if not is_intact or json.dumps(entry).encode() != text.removesuffix(b"\n"):
+                raise ValueError(
+                    f"{path}, line {number} was changed, or a line before it was removed or added: "
+                    "restore the file from a backup"
+                )
+            previous = entry["digest"]
+            yield entry
 
 
-def read_chained(path: Path, allows_old: bool = True) -> tuple[list[Entry], int]:
-    """(intact entries without their digests, number of lines that are damaged or out of place).
-
-    allows_old: lines without a digest count as intact before the first with one; Keel 0.1 wrote
-    such files. A file that was cut short after a whole line looks intact.
-    """
-    entries: list[Entry] = []
-    num_damaged, previous, is_old = 0, "", allows_old
-    for text in path.read_bytes().splitlines() if path.exists() else []:
-        entry = parsed(text)
-        found = entry.pop("digest", None)
-        if (entry and found is None and is_old) or (entry and found == digest_of(entry, previous)):
-            entries.append(entry)
-        else:
-            num_damaged += 1
-        if found is not None:
-            previous, is_old = str(found), False
-    return entries, num_damaged
-
-
-def digest_of(entry: Mapping[str, Any], previous: str) -> str:
+def digest_of(fields: Mapping[str, Any], previous: str) -> str:
     """The digest of an entry that follows a line with the digest `previous`."""
-    return digest((previous + json.dumps(dict(entry), sort_keys=True)).encode())
+    return digest((previous + json.dumps(fields, sort_keys=True)).encode())
 
 
-def newest_digest(path: Path) -> str:
-    """The digest in the last line that has one; "" if none has, or there is no file.
+class Chain:
+    """Appends to a file of chained lines. newest: the digest of its last line; "" without one.
 
-    Reads as much of the file's end as it needs.
+    ValueError as `read_chain` if what is there is not intact. A line that a kill or a full disk
+    left incomplete is dropped.
     """
-    size, num_bytes = path.stat().st_size if path.exists() else 0, TAIL_BYTES
-    while size:
-        with path.open("rb") as file:
-            file.seek(max(0, size - num_bytes))
-            lines = file.read().splitlines()
-        if num_bytes < size:  # the first may be cut
-            lines = lines[1:]
-        for text in reversed(lines):
-            if (found := parsed(text).get("digest")) is not None:
-                return str(found)
-        if num_bytes >= size:
-            break
-        num_bytes *= 4
-    return ""
 
+    def __init__(self, path: Path) -> None:
+        self.path, self.newest = path, ""
+        self._look()
 
-def without_repetition(pairs: list[tuple[str, Any]]) -> Entry:
-    """For `json.loads`: an object; ValueError if a name is there twice, as in an edited line."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name is there twice")
-    return found
+    def _look(self) -> None:
+        """Find the newest digest on disk, and drop an incomplete last line."""
+        self.newest = ""
+        if not self.path.exists():
+            return
+        for entry in read_chain(self.path):
+            self.newest = entry["digest"]
+        content = self.path.read_bytes()
+        if not content.endswith(b"\n"):
+            os.truncate(self.path, content.rfind(b"\n") + 1)
 
+    def append(self, entries: Iterable[Mapping[str, Any]]) -> None:
+        """Append these, all or none; they are on the disk when this returns.
 
-def parsed(text: bytes) -> Entry:
-    """The object in a line; {} if it holds none."""
-    try:
-        value = json.loads(text, object_pairs_hook=without_repetition)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        OSError, naming the file, which stays as it is, if the disk is full.
+        """
+        previous, lines = self.newest, []
+        for entry in entries:
+            fields = json.loads(json.dumps(entry))  # as it will be read
+            previous = digest_of(fields, previous)
+            lines.append(json.dumps(fields | {"digest": previous}))
+        if not lines:
+            return
+        try:
+            append_line(self.path, "\n".join(lines))
+        except BaseException:  # after Ctrl-C the lines may be on disk or not
+            self._look()
+            raise
+        self.newest = previous

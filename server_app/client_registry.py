@@ -19,8 +19,8 @@ from protocol.config import RunConfig
 from protocol.messages import RosterEntry, error_reason, read_roster
 from protocol.text import in_one_line, num_of, shortened
 from server_app.exchange import Exchange
-from server_app.history import DAMAGE
 from server_app.roster import check_partitions, check_roster
+from server_app.run_reader import DAMAGE
 from strategies.validation import RECORD_BYTES
 
 log = logging.getLogger("keel.server")

@@ -17,7 +17,7 @@ from client_app.setup import dataset_spec_of, device_for, model_for, open_source
 from flower_adapter import has_own_clients, is_in_process_grid
 from protocol.code import line_in_method, place_of
 from protocol.config import RunConfig, resolve_config
-from protocol.files import private_files
+from protocol.files import digest, private_files
 from protocol.messages import (
     Arrays,
     PreflightRequest,
@@ -29,20 +29,17 @@ from protocol.messages import (
 from protocol.options import OptionValue
 from protocol.privacy import privacy_statement
 from protocol.processes import give_back_freed_memory
-from server_app.audit import AuditLog
 from server_app.checks import config_warnings
 from server_app.client_registry import ClientRegistry, gather_roster
 from server_app.diagnostics.monitor import Monitor
 from server_app.diagnostics.plots import plot_rounds
 from server_app.exchange import Exchange
-from server_app.history import HISTORY_FILE, Line, truncate_history
+from server_app.history import Line
 from server_app.logical_clients import LogicalGrid, with_logical_clients
 from server_app.manifest import (
     NUM_NOTED_ROUNDS,
-    audit_fault,
     begin_manifest,
     check_same_data,
-    finish_manifest,
     note_round,
     split_digest,
 )
@@ -69,19 +66,13 @@ from server_app.run_directory import (
     open_run_directory,
     save_arrays,
 )
+from server_app.run_reader import RunReader, new_path, runs_directory
 from server_app.simulated_roster import (
     ByName,
     Roster,
     SimulatedRoster,
     shown_entries,
     simulated_roster,
-)
-from server_app.summary import (
-    new_path,
-    read_config_file,
-    read_manifest,
-    remove_state,
-    runs_directory,
 )
 from server_app.trackers import check_trackers
 from strategies import Average, strategy_for
@@ -159,7 +150,7 @@ def prepare(
     listed = roster if isinstance(roster, dict) else {}
     registry = ClientRegistry(grid, config, query, source, listed)
     if resumed and not isinstance(roster, SimulatedRoster):
-        registry.note = AuditLog(resumed.path).note
+        registry.note = resumed.audit.note
         registry.gather()
     strategy.roster = roster
     entries = shown_entries(roster)
@@ -210,17 +201,12 @@ def prepare(
     if resumed and resumed.has_checkpoint(config.rounds.checkpoint_every):
         start = resumed.newest_checkpoint(start.arrays, config.model.model)
         strategy.load(start.state)
-    if resumed and config.privacy.epsilon:
-        resumed.restore_releases(start.state)
     directory = resumed or new_run_directory(config)
     held.callback(directory.close)
     directory.checkpoint_interval = config.rounds.checkpoint_every
-    audit = AuditLog(directory.path)
-    fault = audit_fault(directory.path)
+    audit = directory.audit
     registry.note = audit.note
     audit.note("started", round=start.round + 1)
-    if fault:
-        audit.note("fault", reason=fault)
     if isinstance(roster, SimulatedRoster):
         audit.note("joined", simulated=len(roster))
     else:
@@ -229,8 +215,6 @@ def prepare(
     directory.start_log(None, early)
     for level, text in log_lines(workers):
         log.log(level, "%s", text)
-    if fault:
-        log.warning("%s", fault)
     for path in directory.skipped:
         log.warning("%s is damaged: skipped, the run continues from round %d", path, start.round)
     notes += config_warnings(config, overrides)
@@ -255,9 +239,10 @@ def prepare(
         precisions=precisions if is_simulated and config.train.precision == "auto" else (),
         trains=start.round < config.rounds.num_rounds,
     )
-    noted = read_manifest(directory.path).get("rounds", {})
+    noted = RunReader(directory.path).manifest.get("rounds", {})
     if 0 < start.round <= NUM_NOTED_ROUNDS and str(start.round) not in noted:  # killed before it
-        note_round(directory.path, config, start.round, start.noted_digest(config.model.model))
+        content = start.pieces(config.model.model)
+        note_round(directory.path, config, start.round, digest(*content))
     return Run(
         config=config,
         data=data,
@@ -299,9 +284,9 @@ def run_rounds(
     run: Run, at_exit: Callable[[Callable[[], None]], None], observers: Sequence[RunObserver]
 ) -> None:
     """All rounds from the first or the checkpoint's, then the final model and the report."""
-    config, path = run.config, run.directory.path
-    history = truncate_history(path / HISTORY_FILE, run.start.round)
-    run.loss_terms = {f"loss.{name}": 1 for line in history for name in line["losses"]}
+    config = run.config
+    history = run.directory.rewind(run.start.round)
+    run.loss_terms = {f"loss.{name}" for line in history for name in line["losses"]}
     reporter = Reporter(config, info_of(run, history), observers, lambda: privacy_spent(run))
     at_exit(reporter.interrupted)
     run.exchange.progress = reporter.replied
@@ -345,13 +330,10 @@ def end_run(run: Run, reporter: Reporter, final: Arrays, status: str) -> None:
         reporter.finish(status)
         run.audit.note("ended", status=status)
     removes_state = status == "finished" and not config.rounds.keep_state
-    last_round = max([run.start.round, *(line["round"] for line in reporter.history[-1:])])
-    # first: without state, no resume could complete it
-    finish_manifest(path, last_round, run.method.is_personal or not removes_state)
+    last_round = max(run.start.round, len(reporter.history))
+    run.directory.finish(last_round, removes_state, run.method.is_personal)
     if run.monitor:
         plot_rounds(reporter.history, reporter.info.title, path / "diagnostics")
-    if removes_state:
-        remove_state(path, last_round, keeps_personal=run.method.is_personal)
 
 
 def give_back_memory(run: Run) -> None:
@@ -393,7 +375,7 @@ def info_of(run: Run, history: Sequence[Line]) -> RunInfo:
         clients_per_round=run.cohort_size,
         num_rounds=config.rounds.num_rounds,
         history=tuple(history),
-        config=read_config_file(run.directory.path)[0],  # in which num-clients is set
+        config=RunReader(run.directory.path).config,  # in which num-clients is set
         device=str(next(run.model.parameters()).device),
     )
 
@@ -421,6 +403,6 @@ def privacy_spent(run: Run) -> dict[str, Any] | None:
     if not privacy.epsilon:
         return None
     num_entries = sum(array.numel() for array in run.start.arrays.values())
-    releases = max(run.directory.release_counts().values(), default=0)
+    releases = max(run.audit.releases.values(), default=0)
     reads_state = bool(run.monitor) and run.method.is_stateful
     return privacy_statement(privacy, num_entries, releases, reads_state)

@@ -1,8 +1,11 @@
 """manifest.json: what a run consisted of, so that it can be verified.
 
-Digests of Keel's sources, of a simulation's data, of the split, of the first rounds' checkpoints
-and, once the run has ended, of its files; package versions; the number of clients. For information:
-Keel's version and commit, and the machines of a simulation. `keel experiments verify` reads it.
+layout: the number of the directory's layout (run_reader.py). versions, code: of packages, Python,
+processor and Keel's sources; code has more entries after a resume with other code. clients,
+simulated, data, split, precision: what the result depends on beside the config. rounds: digests of
+the first checkpoints. files, kept, checkpoint, audit: once the run has ended, digests of its files,
+the names of the newest client states and checkpoint, and the end of the audit log. For
+information: keel (version and commit), machines, workers. `keel experiments verify` reads it.
 """
 
 import hashlib
@@ -11,7 +14,6 @@ import logging
 import platform
 import subprocess
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,14 +26,24 @@ from protocol.code import code_version, sources_digest
 from protocol.config import RunConfig, app_folder, keel_version
 from protocol.files import digest, write_atomically
 from protocol.messages import RosterEntry
-from server_app.audit import AUDIT_FILE, audit_end, audit_problem
+from server_app.audit import audit_end
 from server_app.preflight import WorkerOnNode
-from server_app.summary import newest_version, read_manifest
+from server_app.run_reader import (
+    CLIENTS_FILE,
+    CONFIG_FILE,
+    HISTORY_FILE,
+    LAYOUT,
+    MANIFEST_FILE,
+    MODEL_FILE,
+    SUMMARY_FILE,
+    RunReader,
+    versions_in,
+)
 
 log = logging.getLogger("keel.server")
 
 NUM_NOTED_ROUNDS = 3  # rounds whose checkpoints a replay can be compared with
-signed_files = ("config.json", "history.jsonl", "summary.json", "model.safetensors")
+signed_files = (CONFIG_FILE, HISTORY_FILE, CLIENTS_FILE, SUMMARY_FILE, MODEL_FILE)
 
 
 def versions(device: torch.device) -> dict[str, str]:
@@ -76,13 +88,9 @@ def split_digest(config: RunConfig, roster: Sequence[RosterEntry]) -> str:
 def check_same_data(directory: Path, config: RunConfig, data: str, split: str) -> None:
     """ValueError if the data set, or its split, is no longer that of the run in `directory`.
 
-    Scores and client state of the rounds before would be of other samples. A digest that is not in
-    the manifest, as that of the data in runs of earlier versions, is not compared.
+    Scores and client state of the rounds before would be of other samples.
     """
-    try:
-        before = read_manifest(directory)
-    except ValueError:  # `begin_manifest` warns of it
-        return
+    before = RunReader(directory).manifest
     for key, what, found in (
         ("data", "the data", data),
         ("split", "the split over clients", split),
@@ -109,20 +117,13 @@ def begin_manifest(
     """Write the manifest before the first round, or update it on a resume.
 
     A resume adds its code, version of Keel and machines to those of earlier calls; the field
-    `versions` stays as it was for the noted rounds. A damaged manifest does not stop a resume.
+    `versions` stays as it was for the noted rounds.
 
     split, data: digests; data: "" in a deployment. workers: of Flower's simulation. precisions:
     what "auto" resolved to, on the simulation's workers or else here; empty if the run sets another
     precision. trains: whether rounds are left: code that only completes a run is not noted.
     """
-    try:
-        before = read_manifest(directory, is_whole=True)
-    except ValueError as error:
-        for name in ("manifest.json", "bundle.json"):
-            with suppress(FileNotFoundError):
-                (directory / name).rename(directory / f"{name}.damaged")
-        log.warning("%s; it is renamed to *.damaged, and a new one is started", error)
-        before = {"code": ["not recorded"]}
+    before = RunReader(directory).manifest
     code, device = before.get("code", []), device_for(config.train.device)
     if trains and before.get("rounds") and code_version() not in code:
         log.warning(
@@ -131,6 +132,7 @@ def begin_manifest(
             code_version(),
         )
     fields: dict[str, Any] = {
+        "layout": LAYOUT,
         "versions": before["versions"] if before.get("rounds") else versions(device),
         "code": appended(code, code_version()) if trains else code,
         "keel": appended(before.get("keel", []), f"{keel_version()} {commit()}".strip()),
@@ -167,7 +169,7 @@ def note_round(
     Only if this and all rounds before it ran with the manifest's versions: after a resume with
     others nothing is recorded, and the digest of a repeated round is dropped.
     """
-    manifest = read_manifest(directory)
+    manifest = RunReader(directory).manifest
     rounds = {n: noted for n, noted in manifest.get("rounds", {}).items() if int(n) < server_round}
     now = versions(device_for(config.train.device))
     if len(rounds) == server_round - 1 and manifest["versions"] == now:
@@ -181,34 +183,23 @@ def finish_manifest(directory: Path, last_round: int, keeps_clients: bool) -> No
     keeps_clients: also record each simulated client's newest state and the newest checkpoint, which
     hold the personal models: their digests are in the files' names.
     """
-    files = {name: digest((directory / name).read_bytes()) for name in signed_files}
+    # a run that ended before its first round has no history
+    paths = [path for name in signed_files if (path := directory / name).exists()]
+    files = {path.name: digest(path.read_bytes()) for path in paths}
     kept = newest_states(directory, last_round) if keeps_clients else {}
-    checkpoint = newest_version(directory / "checkpoints", last_round) if keeps_clients else None
-    name = checkpoint.name if checkpoint else ""
+    checkpoints = versions_in(directory / "checkpoints", last_round) if keeps_clients else []
+    name = checkpoints[-1].name if checkpoints else ""
     update(directory, files=files, kept=kept, checkpoint=name, audit=audit_end(directory))
 
 
 def newest_states(directory: Path, last_round: int) -> dict[str, str]:
     """The name of each simulated client's newest state of a run that ended after `last_round`."""
-    states = (newest_version(folder, last_round) for folder in sorted(directory.glob("clients/*")))
-    return {path.parent.name: path.name for path in states if path}
-
-
-def audit_fault(directory: Path) -> str:
-    """What is wrong with the audit log of a run that is resumed; "" for a run of Keel 0.1.
-
-    The caller records it in the log, because `finish_manifest` overwrites the end that reveals it.
-    """
-    if not (directory / "manifest.json").exists() and not (directory / AUDIT_FILE).exists():
-        return ""
-    end = None
-    with suppress(ValueError):  # `begin_manifest` warns of a damaged manifest
-        found = read_manifest(directory).get("audit")
-        end = found if isinstance(found, dict) else None
-    return audit_problem(directory, end, is_resumed=True)
+    folders = sorted(directory.glob("clients/*"))
+    found = {folder.name: versions_in(folder, last_round) for folder in folders}
+    return {client: states[-1].name for client, states in found.items() if states}
 
 
 def update(directory: Path, **fields: Any) -> None:
     """Set these fields of manifest.json."""
-    text = json.dumps(read_manifest(directory) | fields, indent=2)
-    write_atomically(directory / "manifest.json", text.encode())
+    text = json.dumps(RunReader(directory).manifest | fields, indent=2)
+    write_atomically(directory / MANIFEST_FILE, text.encode())

@@ -1,7 +1,7 @@
 """Observers of a run in progress: log lines, the table at the end; trackers.py has the others.
 
-An observer is any object with the methods of `RunObserver`. `run_federation` calls them in the
-order given, after the round or the summary is on disk; an exception in one ends the run.
+An observer is any object with the methods of `RunObserver`. The run calls them in the order given,
+after the round or the summary is on disk; an exception in one ends the run.
 """
 
 import logging
@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
@@ -56,7 +56,7 @@ class RunInfo:
     @property
     def last_round(self) -> int:
         """The round after which this run continues; 0 for a new run."""
-        return self.history[-1]["round"] if self.history else 0
+        return len(self.history)
 
     def lines(self) -> list[str]:
         """The run in a few lines of text."""
@@ -82,6 +82,10 @@ class RunObserver(Protocol):
         """All checks have passed and round 1 (or the first after a resume) begins."""
         return
 
+    def on_replies(self, what: str, num_replies: int, num_asked: int) -> None:
+        """This many of the clients asked have answered; `what`: "round 3", or its evaluation."""
+        return
+
     def on_round(self, line: Line) -> None:
         """A round is done; `line` is its line in history.jsonl."""
         return
@@ -91,15 +95,7 @@ class RunObserver(Protocol):
         return
 
 
-@runtime_checkable
-class ReplyObserver(Protocol):
-    """An observer that also follows the replies within a round."""
-
-    def on_replies(self, what: str, num_replies: int, num_asked: int) -> None:
-        """This many of the clients asked have answered; `what`: "round 3", or its evaluation."""
-
-
-class RoundLog:
+class RoundLog(RunObserver):
     """Logs one plain line per round: accuracy, loss, seconds and the time left.
 
     In a long round also a line every `NOTE_EVERY_S` on the clients that have answered.
@@ -108,13 +104,17 @@ class RoundLog:
     def on_run_start(self, info: RunInfo) -> None:
         """Log what will run."""
         self.info, self.started, self.num_done = info, time.monotonic(), 0
+        self.noted_at = self.started
         for line in info.lines():
             log.info("%s", line)
 
     def on_round(self, line: Line) -> None:
         """Log the round."""
         self.num_done += 1
-        log.info("%s", round_text(line, self.info, self.seconds_left(line["round"])))
+        # by the mean of the rounds so far
+        round_s = (time.monotonic() - self.started) / self.num_done
+        seconds_left = round_s * (self.info.num_rounds - line["round"])
+        log.info("%s", round_text(line, self.info, seconds_left))
 
     def on_replies(self, what: str, num_replies: int, num_asked: int) -> None:
         """Log how many clients have answered, if that was not logged for a while."""
@@ -124,11 +124,6 @@ class RoundLog:
         elif num_replies < num_asked and now - self.noted_at >= NOTE_EVERY_S:
             self.noted_at = now
             log.info("%s: %d of %d clients have answered", what, num_replies, num_asked)
-
-    def seconds_left(self, server_round: int) -> float:
-        """The expected time until the end, by the mean of the rounds so far."""
-        elapsed = time.monotonic() - self.started
-        return elapsed / self.num_done * (self.info.num_rounds - server_round)
 
     def on_run_end(self, summary: Mapping[str, Any]) -> None:
         """Log the status."""
@@ -145,25 +140,12 @@ def round_text(line: Line, info: RunInfo, seconds_left: float) -> str:
     if "supervised" in line["losses"]:
         loss = line["losses"]["supervised"]
         parts.append("loss not finite" if loss is None else f"loss {loss:.4f}")
-    if line["left_out"]:
-        parts.append(f"{len(line['left_out'])} left out")
+    if line["num_left_out"]:
+        parts.append(f"{line['num_left_out']} left out")
     parts.append(f"{sum(line['seconds'].values()):.1f} s")
     if line["round"] < info.num_rounds:
         parts.append(f"{duration(seconds_left)} left")
     return f"round {line['round']}/{info.num_rounds}: {', '.join(parts)}"
-
-
-def scalars(line: Line) -> dict[str, float]:
-    """A round's figures by the names that trackers show them under."""
-    found = {f"accuracy/{key}.{name}": line[key][name] for key, name, _ in CURVES if key in line}
-    found |= {f"loss/{name}": value for name, value in line["losses"].items() if value is not None}
-    found |= {f"seconds/{name}": value for name, value in line["seconds"].items()}
-    if (loss := line.get("global", {}).get("loss")) is not None:
-        found["loss/global.loss"] = loss
-    found |= {name: line[name] for name in ("bytes_down", "bytes_up", "rejected")}
-    evaluation = ("evaluation_bytes_down", "evaluation_bytes_up")
-    found |= {name: line[name] for name in evaluation if name in line}
-    return found | {"left_out": len(line["left_out"])}
 
 
 class SummaryTable(RunObserver):
@@ -176,29 +158,24 @@ class SummaryTable(RunObserver):
         self.title = info.title
 
     def on_run_end(self, summary: Mapping[str, Any]) -> None:
-        """Print the table."""
-        print_summary(summary, self.title)
-
-
-def print_summary(summary: Mapping[str, Any], title: str) -> None:
-    """A summary for a person: accuracies, time, traffic, privacy, the run directory."""
-    console = Console(width=100, highlight=False)
-    table = Table(title=escape(title), title_justify="left")
-    table.add_column("accuracy (%)")
-    rows = list(summary["results"].values())
-    for name in list(rows[0])[1:] if rows else []:
-        table.add_column(name, justify="right")
-    for row in rows:
-        what, *values = row.values()
-        table.add_row(escape(what), *(f"{100 * value:.2f}" for value in values))
-    console.print(table)
-    console.print(
-        f"{escape(summary['status'])}: {num_of('round', summary['rounds'])}, "
-        f"{duration(summary['seconds'])}, "
-        f"{summary['seconds_per_round']:.2f} s a round, "
-        f"{summary['bytes_down'] / 1e6:.1f} MB sent and "
-        f"{summary['bytes_up'] / 1e6:.1f} MB received for training"
-    )
-    if privacy := summary["privacy"]:
-        console.print(f"privacy: {privacy_text(privacy)}")
-    console.print(f"run directory: {escape(summary['directory'])}", soft_wrap=True)
+        """Print accuracies, time, traffic, privacy, the run directory."""
+        console = Console(width=100, highlight=False)
+        table = Table(title=escape(self.title), title_justify="left")
+        table.add_column("accuracy (%)")
+        rows = list(summary["results"].values())
+        for name in list(rows[0])[1:] if rows else []:
+            table.add_column(name, justify="right")
+        for row in rows:
+            what, *values = row.values()
+            table.add_row(escape(what), *(f"{100 * value:.2f}" for value in values))
+        console.print(table)
+        console.print(
+            f"{escape(summary['status'])}: {num_of('round', summary['rounds'])}, "
+            f"{duration(summary['seconds'])}, "
+            f"{summary['seconds_per_round']:.2f} s a round, "
+            f"{summary['bytes_down'] / 1e6:.1f} MB sent and "
+            f"{summary['bytes_up'] / 1e6:.1f} MB received for training"
+        )
+        if privacy := summary["privacy"]:
+            console.print(f"privacy: {privacy_text(privacy)}")
+        console.print(f"run directory: {escape(summary['directory'])}", soft_wrap=True)

@@ -1,7 +1,27 @@
-"""The fields of one round's line in the history, from the round's replies and scores."""
+"""One round's lines in history.jsonl and clients.jsonl, from its replies and scores.
 
+A run collects one dict a round, which `split` divides. history.jsonl gets
+
+    round, num_participants (whose update was aggregated), num_left_out, rejected (replies that
+    failed update validation), num_reset_needed, num_backed_off, num_late, losses, seconds (by
+    phase; those of all rounds add up to the run's), client_seconds, client_cpu_seconds, bytes_down,
+    bytes_up; if measured: global (accuracy, loss), local_global and personal (mean, worst_decile),
+    diagnostics, num_evaluation_left_out, evaluation_bytes_down, evaluation_bytes_up
+
+and clients.jsonl
+
+    round, participants, left_out (client to reason), reset_needed (clients whose state is lost or
+    ahead of the server), backed_off (clients not sampled: away or in backoff), late; if measured:
+    local_global, personal (client to accuracy), diagnostics (client to value, by measure),
+    evaluation_left_out (client to reason), old_state (client to the round of a state that was older
+    than the client's last accepted update).
+
+A number that is not finite is null.
+"""
+
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +30,47 @@ from client_app.method import Method
 from protocol.messages import TrainReply
 from strategies.average import RoundReport
 
-MAX_LOSS_TERMS = 32  # at a time: clients choose the names, and each is drawn as a curve
+MAX_LOSS_TERMS = 32  # of a run: clients choose the names, and each is drawn as a curve
+COUNTED = ("participants", "left_out", "reset_needed", "backed_off", "late", "evaluation_left_out")
+SCORES = ("local_global", "personal")  # their "clients" has each client's accuracy
+
+
+def split(line: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(line of history.jsonl, line of clients.jsonl)."""
+    short, of_clients = dict(line), {"round": line["round"]}
+    for key in COUNTED:
+        if key in line:
+            of_clients[key] = short.pop(key)
+            short[f"num_{key}"] = len(line[key])
+    if "old_state" in line:
+        of_clients["old_state"] = short.pop("old_state")
+    for key in (*SCORES, "diagnostics"):
+        if key in line:
+            short[key], of_clients[key] = divided(line[key])
+    return finite_or_null(short), finite_or_null(of_clients)
+
+
+def divided(value: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the value without "clients" at any depth, only what is under "clients")."""
+    of_all, of_clients = dict[str, Any](), dict[str, Any]()
+    for key, part in value.items():
+        if key == "clients":
+            return {k: v for k, v in value.items() if k != "clients"}, part
+        of_all[key] = part
+        if isinstance(part, Mapping):
+            of_all[key], inner = divided(part)
+            if inner:
+                of_clients[key] = inner
+    return of_all, of_clients
+
+
+def finite_or_null(value: Any) -> Any:
+    """`value` with None in place of every NaN and infinity in it, which JSON cannot express."""
+    if isinstance(value, Mapping):
+        return {key: finite_or_null(each) for key, each in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def training_fields(
@@ -18,30 +78,19 @@ def training_fields(
     report: RoundReport,
     bytes_down: int,
     weights: Sequence[float],
-    known_terms: dict[str, int],
+    known_terms: set[str],
 ) -> dict[str, Any]:
-    """The part of a line that is about training.
+    """What is about training.
 
     weights: of the accepted replies' losses; their numbers of examples, capped as in the average.
-    known_terms: the names of the run's losses so far, with the largest number of clients that sent
-    each in one round; changed in place. New names are added, those that most clients sent first,
-    up to MAX_LOSS_TERMS in all. Once there are so many, a new name that several clients sent
-    replaces one that never more than one client sent: a single client must not keep out a term
-    that comes later. The losses under other names are not recorded.
+    known_terms: the names of the run's losses so far; those that are new are added to it, first
+    what most clients sent, up to MAX_LOSS_TERMS in all. Other losses are not recorded.
     """
     senders = Counter(n for r in report.accepted for n in r.metrics if n.startswith("loss."))
-    for name in senders.keys() & known_terms.keys():
-        known_terms[name] = max(known_terms[name], senders[name])
     new = sorted(senders.keys() - known_terms, key=lambda name: (-senders[name], name))
-    for name in new:
-        if len(known_terms) >= MAX_LOSS_TERMS:
-            single = [known for known, num in known_terms.items() if num == 1]
-            if not single or senders[name] == 1:
-                break
-            del known_terms[single[-1]]
-        known_terms[name] = senders[name]
+    known_terms.update(new[: MAX_LOSS_TERMS - len(known_terms)])
     losses = {}
-    for name in sorted(senders.keys() & known_terms.keys()):
+    for name in sorted(senders.keys() & known_terms):
         pairs = [
             (reply.metrics[name], weight)
             for reply, weight in zip(report.accepted, weights, strict=True)
@@ -50,6 +99,10 @@ def training_fields(
         values, counts = zip(*pairs, strict=True)
         if any(counts):
             losses[name.removeprefix("loss.")] = float(np.average(values, weights=counts))
+
+    def total(metric: str) -> float:
+        return round(sum(reply.metrics.get(metric, 0.0) for reply in report.accepted), 4)
+
     fields = {
         "round": server_round,
         "participants": [reply.client for reply in report.accepted],
@@ -59,19 +112,13 @@ def training_fields(
         "losses": losses,
         "bytes_down": bytes_down,
         "bytes_up": report.bytes_up,
-        "client_seconds": round(sum(r.metrics.get("seconds", 0.0) for r in report.accepted), 4),
-        "client_cpu_seconds": round(
-            sum(r.metrics.get("cpu-seconds", 0.0) for r in report.accepted), 4
-        ),
+        "client_seconds": total("seconds"),
+        "client_cpu_seconds": total("cpu-seconds"),
     }
-    old_state = {}
-    for reply in report.accepted:
-        state_round = reply.metrics.get("old-state", 0)
-        if 1 <= state_round < server_round:  # the client may state any number
-            old_state[reply.client] = int(state_round)
-    if old_state:
-        fields["old_state"] = old_state
-    return fields
+    old_state = {r.client: int(r.metrics.get("old-state", 0)) for r in report.accepted}
+    # the client may state any number
+    old_state = {client: n for client, n in old_state.items() if 1 <= n < server_round}
+    return fields | ({"old_state": old_state} if old_state else {})
 
 
 def client_fields(replies: list[TrainReply], method: Method) -> dict[str, Any]:

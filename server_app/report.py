@@ -11,10 +11,11 @@ from data.plots import plot_label_distribution, save_png
 from data.sources import Source
 from protocol.config import RunConfig
 from protocol.messages import RosterEntry
-from server_app.history import CURVES, Line, curve, without_clients
-from server_app.observers import ReplyObserver, RoundLog, RunInfo, RunObserver
+from server_app.history import CURVES, Line, curve
+from server_app.observers import RoundLog, RunInfo, RunObserver
 from server_app.plots import accuracy_figure
-from server_app.summary import iso_time, read_summary, summarise, write_summary
+from server_app.run_reader import RunReader
+from server_app.summary import iso_time, summarise, write_summary
 from server_app.trackers import trackers_of
 
 log = logging.getLogger("keel.server")
@@ -26,8 +27,7 @@ Privacy = dict[str, Any] | None
 class Reporter:
     """Writes summary.json and calls the observers.
 
-    history: the lines of all rounds, including those before a resume, without fields of single
-    clients, which would take memory: history.jsonl has them.
+    history: the lines of all rounds, including those before a resume.
     """
 
     def __init__(
@@ -39,17 +39,12 @@ class Reporter:
     ) -> None:
         self.config, self.info, self.privacy_spent = config, info, privacy_spent
         self.observers = [RoundLog(), *trackers_of(config.rounds), *observers]
-        self.reply_observers = [o for o in self.observers if isinstance(o, ReplyObserver)]
         self.history = list(info.history)
         self.is_finished = False
         # the signal that ends the process comes in another thread than the rounds, or within them
         self.lock = threading.RLock()
-        self.started = iso_time(time.time())
-        if info.last_round:
-            try:
-                self.started = read_summary(info.directory)["started"]
-            except (ValueError, KeyError) as error:
-                log.warning("summary.json is rewritten: %s", error)
+        before = RunReader(info.directory).summary if info.last_round else {}
+        self.started = before.get("started") or iso_time(time.time())
         self.written_at = 0.0
         self.summary: dict[str, Any] | None = None  # the last
 
@@ -85,13 +80,13 @@ class Reporter:
         log.info("stopping: round %d is done", len(self.history))
 
     def replied(self, what: str, num_replies: int, num_asked: int) -> None:
-        """Tell the observers that follow replies; see `ReplyObserver`."""
-        for observer in self.reply_observers:
+        """Tell the observers how many clients have answered."""
+        for observer in self.observers:
             observer.on_replies(what, num_replies, num_asked)
 
     def round_done(self, line: Line) -> None:
         """Note that a round is done and on disk."""
-        self.history.append(without_clients(line))
+        self.history.append(line)
         with self.lock:
             if not self.is_finished and time.monotonic() - self.written_at > WRITE_EVERY_S:
                 self.write("running")
@@ -118,9 +113,8 @@ def plot_split(roster: Sequence[RosterEntry], source: Source, path: Path) -> Non
     Writes nothing if a client withholds its label counts.
     """
     clients = sorted(roster, key=lambda entry: entry.client)
-    if not all(entry.label_counts for entry in clients):
-        return
-    plot_label_distribution([entry.label_counts for entry in clients], source.class_names, path)
+    if all(entry.label_counts for entry in clients):
+        plot_label_distribution([entry.label_counts for entry in clients], source.class_names, path)
 
 
 def plot_accuracy(history: Sequence[Line], title: str, path: Path) -> None:

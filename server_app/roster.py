@@ -14,7 +14,7 @@ from protocol.config import RunConfig
 from protocol.files import write_atomically
 from protocol.messages import RosterEntry, roster_entry
 from protocol.text import num_of, shortened
-from server_app.history import DAMAGE
+from server_app.run_reader import DAMAGE
 from strategies.validation import count_outliers
 
 ROSTER_FILE = "roster.json"

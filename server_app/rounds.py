@@ -19,6 +19,7 @@ from data.sources import Source
 from flower_adapter import is_in_process_grid
 from models import StagedModel
 from protocol.config import RoundsConfig, RunConfig
+from protocol.files import digest
 from protocol.messages import (
     Arrays,
     DatasetSpec,
@@ -34,11 +35,11 @@ from server_app.audit import AuditLog
 from server_app.client_registry import ClientRegistry
 from server_app.diagnostics.monitor import Monitor
 from server_app.exchange import Exchange
-from server_app.history import HISTORY_FILE, Line, append_history, finite_or_null
+from server_app.history import Line
 from server_app.manifest import NUM_NOTED_ROUNDS, note_round
 from server_app.record import client_fields, training_fields
 from server_app.roster import ROSTER_FILE, save_roster
-from server_app.run_directory import RELEASES, Checkpoint, RunDirectory
+from server_app.run_directory import Checkpoint, RunDirectory
 from server_app.simulated_roster import Roster, SimulatedRoster
 from strategies import Average
 from strategies.average import RoundReport
@@ -74,8 +75,8 @@ class Run:
     start: Checkpoint
     monitor: Monitor | None
     evaluation_backoff: Backoff  # clients that gave no answer to evaluations
-    # the loss metrics of all rounds so far: names, and the most clients that sent each in one round
-    loss_terms: dict[str, int] = field(default_factory=dict)
+    # the names of the loss metrics of all rounds so far
+    loss_terms: set[str] = field(default_factory=set)
 
     @property
     def has_own_models(self) -> bool:
@@ -129,8 +130,6 @@ class Sent:
         privacy = self.run.config.privacy
         if privacy.epsilon and self.kind == "train":
             budget = {"epsilon": privacy.epsilon, "delta": privacy.delta}
-            # first: a resume would complete it from the audit log, with one release more
-            self.run.directory.append_releases(self.round, clients)
             self.run.audit.note("released", round=self.round, clients=clients, **budget)
 
 
@@ -219,8 +218,6 @@ def train_round(run: Run, server_round: int, arrays: ArrayRecord) -> Trained:
     run.exchange.drain()
     line["late"] = run.exchange.take_late()
     line["seconds"] = seconds
-    if config.privacy.epsilon:
-        state |= run.directory.release_state()
     return Trained(server_round, following, state, line)
 
 
@@ -283,17 +280,13 @@ def record_round(run: Run, trained: Trained) -> Line:
             )
         line["seconds"]["evaluation"] += time.perf_counter() - started
     line["seconds"] = {name: round(value, 4) for name, value in line["seconds"].items()}
-    line = finite_or_null(line)
-    # before the checkpoint: a resume drops what is ahead of it
-    append_history(run.directory.path / HISTORY_FILE, line)
+    line = run.directory.record(line)
     model, saved = run.config.model.model, ""
     checkpoint = Checkpoint(server_round, tensors(trained.arrays), trained.state)
     if server_round == rounds.num_rounds or server_round % rounds.checkpoint_every == 0:
         saved = run.directory.save_checkpoint(checkpoint, model)
     if server_round <= NUM_NOTED_ROUNDS:
-        noted = saved
-        if not saved or RELEASES in trained.state:  # which the noted digest leaves out
-            noted = checkpoint.noted_digest(model)
+        noted = saved or digest(*checkpoint.pieces(model))
         note_round(run.directory.path, run.config, server_round, noted)
     return line
 

@@ -1,54 +1,48 @@
-"""The run directory: enough to plot, compare, verify and resume a run bit for bit.
-
-config.json         the resolved config, the keys that the user set, and an id (`RunDirectory.id`)
-roster.json         the clients: samples per class, model, versions
-history.jsonl       one line a round (history.py); run.log: the log, with times
-checkpoints/        the newest two: model, server state, round (safetensors)
-clients/            in simulation: client state
-releases.jsonl      with differential privacy: the releases requested; chained digests
-model.safetensors   the final model; summary.json (summary.py), accuracy.png, labels.png
-manifest.json       versions; digests of split, files and first rounds (manifest.py)
-"""
+"""The writer of a run directory, locked; run_reader.py has its format and reads it."""
 
 import fcntl
 import json
 import logging
+import os
 import secrets
+import shutil
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from client_app.methods import method_of
 from client_app.node_config import RUN_NAME
 from client_app.state import NUM_CHECKPOINTS
-from protocol.chained import append_chained, read_chained
 from protocol.config import RunConfig, keel_home, resolve_config
-from protocol.files import digest, full_path, remove_parts, write_atomically
+from protocol.files import append_line, digest, full_path, remove_parts, write_atomically
 from protocol.messages import UNREADABLE, Arrays, mismatch
 from protocol.options import OptionValue
 from protocol.packing import Pieces, packed_pieces
 from protocol.text import num_of
-from server_app.audit import released_clients
-from server_app.history import DAMAGE, HISTORY_FILE, whole_lines
-from server_app.summary import (
+from server_app.audit import AuditLog, check_audit
+from server_app.history import Line
+from server_app.manifest import finish_manifest
+from server_app.record import split
+from server_app.run_reader import (
+    CLIENTS_FILE,
+    CONFIG_FILE,
+    COPY,
+    HISTORY_FILE,
+    LOCK_FILE,
+    LOG_FILE,
+    RunReader,
     check_has_rounds_left,
-    check_last_is_evaluated,
     new_path,
-    read_config_file,
     round_of,
+    versions_in,
 )
 
 log = logging.getLogger("keel.server")
-RELEASES_FILE = "releases.jsonl"
-RELEASES = "releases"  # their numbers, in the state of a checkpoint
 LOCK_ATTEMPTS = 5
 
 
@@ -60,11 +54,6 @@ class Checkpoint:
     arrays: Arrays
     state: Arrays
 
-    def noted_digest(self, model: str) -> str:
-        """Its content's digest, without the numbers of releases: a repeated round adds to them."""
-        state = {name: array for name, array in self.state.items() if name != RELEASES}
-        return digest(*replace(self, state=state).pieces(model))
-
     def pieces(self, model: str) -> Pieces:
         """The content of its file. model: the network's name."""
         flat = {f"model/{k}": v for k, v in self.arrays.items()}
@@ -75,32 +64,26 @@ class Checkpoint:
 class RunDirectory:
     """One run's directory, locked: one process at a time may write it.
 
-    id: a deployment's clients recognise by it the run that their state belongs to. Random; in runs
-    made before ids existed a digest, so that a backup of such a run has the same.
+    id: by which a deployment's clients recognise the run that their state belongs to. audit: its
+    audit log. skipped: damaged checkpoints that `newest_checkpoint` passed over.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.id = saved_id(path)
         self.checkpoint_interval = 1  # rounds between checkpoints
-        self._lock: TextIO = (path / ".lock").open("w")
+        self.skipped: list[Path] = []
+        self._lock: TextIO = (path / LOCK_FILE).open("w")
         self._log: logging.Handler | None = None
         self._level_before = logging.NOTSET
-        self.skipped: list[Path] = []  # damaged checkpoints, at the last look
-        self._releases: Counter[str] = Counter()
-        self._num_damaged = 0  # lines of releases.jsonl, when last read
-        for attempt in range(LOCK_ATTEMPTS):  # `is_being_written` may hold the lock briefly
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if attempt == LOCK_ATTEMPTS - 1:
-                    self._lock.close()
-                    raise ValueError(
-                        f"{path} is being written by another process: wait for it, or stop it"
-                    ) from error
-                time.sleep(0.05)
-        remove_parts(path)
+        try:
+            lock(self._lock, path)
+            remove_parts(path)
+            is_new = not (path / CONFIG_FILE).exists()
+            self.id = secrets.token_hex(8) if is_new else RunReader(path).id
+            self.audit = AuditLog(path)
+        except BaseException:
+            self._lock.close()
+            raise
 
     def start_log(
         self,
@@ -112,7 +95,7 @@ class RunDirectory:
         early: has records from before, which come first; it gets no more.
         """
         logger = logging.getLogger("keel")
-        self._log = logging.FileHandler(self.path / "run.log")
+        self._log = logging.FileHandler(self.path / LOG_FILE)
         self._log.handleError = lambda record: None  # type: ignore[method-assign]  # a full disk
         line_format = f"%(asctime)s {self.path.name} %(levelname)s %(message)s"
         self._log.setFormatter(logging.Formatter(line_format))
@@ -140,76 +123,33 @@ class RunDirectory:
     def save_config(self, config: RunConfig, overrides: Mapping[str, OptionValue]) -> None:
         """Write config.json; `overrides` are the keys that the user set."""
         content = {"config": dict(config.flat), "overrides": dict(overrides), "id": self.id}
-        write_atomically(self.path / "config.json", json.dumps(content, indent=2).encode())
+        write_atomically(self.path / CONFIG_FILE, json.dumps(content, indent=2).encode())
 
-    def append_releases(self, server_round: int, *cohorts: list[str]) -> None:
-        """Record the clients whose private release is about to be requested; never truncated.
+    def record(self, line: Mapping[str, Any]) -> Line:
+        """Write a round's lines (record.py); they are on the disk when this returns the short one.
 
-        cohorts: a line each.
+        Its checkpoint comes after: a resume drops what is ahead of the checkpoint.
         """
-        lines = ({"round": server_round, "clients": clients} for clients in cohorts)
-        append_chained(self.path / RELEASES_FILE, *lines)
-        for clients in cohorts:
-            self._releases.update(clients)
+        short, of_clients = split(line)
+        append_line(self.path / CLIENTS_FILE, json.dumps(of_clients, allow_nan=False))
+        append_line(self.path / HISTORY_FILE, json.dumps(short, allow_nan=False))
+        return short
 
-    def read_releases(self) -> list[list[str]]:
-        """The clients whose release was requested, one list per request.
+    def rewind(self, last_round: int) -> list[Line]:
+        """Drop the lines of rounds after `last_round`, which a resume repeats; the others.
 
-        A line that is damaged, edited or out of place counts as one that names every client of the
-        file (or one unknown client, if there is no other): the budget spent is never under-counted.
+        ValueError if one of those is missing.
         """
-        path = self.path / RELEASES_FILE
-        entries, num_damaged = read_chained(path)
-        named = [entry["clients"] for entry in entries if isinstance(entry.get("clients"), list)]
-        requested = [[str(client) for client in clients] for clients in named]
-        num_damaged += len(entries) - len(named)
-        if num_damaged > self._num_damaged:
-            self._num_damaged = num_damaged
-            damaged = num_of("line", num_damaged)
-            log.warning("%s: %s damaged: each counts for every client", path, damaged)
-        everyone = sorted({client for clients in requested for client in clients}) or ["unknown"]
-        return requested + num_damaged * [everyone]
+        run = RunReader(self.path)
+        for path in (self.path / CLIENTS_FILE, self.path / HISTORY_FILE):
+            if not path.exists():
+                path.touch()
+            keep_lines(path, last_round)
+        return run.history[:last_round]
 
-    def release_counts(self) -> Counter[str]:
-        """Releases requested of each client: the larger of this process's count and the file's."""
-        in_file = Counter(client for clients in self.read_releases() for client in clients)
-        return self._releases | in_file
-
-    def release_state(self) -> Arrays:
-        """Each client's number of releases, for a checkpoint.
-
-        Counted in memory since the file was read, so that no round reads it again.
-        """
-        counts = json.dumps(self._releases, sort_keys=True).encode()
-        return {RELEASES: torch.tensor([*counts], dtype=torch.uint8)}
-
-    def restore_releases(self, state: Arrays) -> None:
-        """Complete releases.jsonl before a resume, so that no release is forgotten.
-
-        Each client's releases are counted in the audit log, the history and the checkpoint's
-        `state`; the largest number counts. Where the file has fewer (deleted, cut short), the
-        difference is appended to it, and one more for each client: a round may have been under way.
-        Only the audit log has rounds that an earlier resume repeated before its next checkpoint.
-        """
-        in_checkpoint = json.loads(bytes(state[RELEASES].tolist())) if RELEASES in state else {}
-        in_history = Counter[str]()
-        for line in whole_lines(self.path)[0]:
-            participants = (name for name in line.get("participants", []) if isinstance(name, str))
-            in_history.update({*participants, *line.get("left_out", [])})
-        known = Counter[str](in_checkpoint) | in_history | released_clients(self.path)
-        self._releases = self.release_counts()
-        missing = known - self._releases
-        if missing:
-            log.warning(
-                "%s: lines are missing: completed from audit log, history and checkpoint, and one "
-                "release more for each client",
-                self.path / RELEASES_FILE,
-            )
-            missing += Counter(known.keys())
-            names = sorted(missing)
-            # a line for each release, not one for all: damage to a line counts as one release
-            cohorts = ([c for c in names if missing[c] > n] for n in range(max(missing.values())))
-            self.append_releases(0, *cohorts)
+    def clients(self) -> Iterator[Line]:
+        """The lines of clients.jsonl, one by one."""
+        return RunReader(self.path).clients()
 
     def save_checkpoint(self, checkpoint: Checkpoint, model: str) -> str:
         """Write this round's checkpoint and delete all others except the one before; its digest.
@@ -224,14 +164,14 @@ class RunDirectory:
         name = f"round-{checkpoint.round:05d}-{content_digest}.safetensors"
         write_atomically(directory / name, *pieces)
         oldest = checkpoint.round - (NUM_CHECKPOINTS - 1) * self.checkpoint_interval
-        for other in directory.glob("round-*.safetensors"):
+        for other in versions_in(directory):
             if other.name != name and not oldest <= round_of(other) < checkpoint.round:
                 other.unlink()
         return content_digest
 
     def checkpoint_rounds(self) -> list[int]:
         """The rounds that a resume may begin after; [0] if there is no checkpoint."""
-        return sorted(map(round_of, (self.path / "checkpoints").glob("round-*"))) or [0]
+        return list(map(round_of, versions_in(self.path / "checkpoints"))) or [0]
 
     def has_checkpoint(self, interval: int) -> bool:
         """Whether there is, or should be, a checkpoint to resume from; if not, a run starts again.
@@ -239,25 +179,19 @@ class RunDirectory:
         interval: rounds from one checkpoint to the next. A round's line is written before its
         checkpoint, so only a line after the first interval proves that there was a checkpoint.
         """
-        lines, faults = whole_lines(self.path)
-        num_done = max([len(lines) + len(faults), *(line["round"] for line in lines)])
-        is_due = num_done > interval
-        return is_due or any((self.path / "checkpoints").glob("round-*"))
+        run = RunReader(self.path)
+        return bool(run.checkpoints) or run.last_round > interval
 
     def newest_checkpoint(self, expected: Arrays, model: str) -> Checkpoint:
-        """The newest intact checkpoint, of those whose round is in the history if there are any.
+        """The newest intact checkpoint of a round that is in the history.
 
-        `skipped` then has the damaged ones that came before it. ValueError if none is left, or if
-        its arrays are not those of `expected`.
+        ValueError if there is none, or if its arrays are not those of `expected`.
         """
-        lines, _ = whole_lines(self.path)
-        last = max((line["round"] for line in lines), default=0)
-        paths = list((self.path / "checkpoints").glob("round-*.safetensors"))
-        paths.sort(key=lambda path: (round_of(path) <= last, round_of(path)), reverse=True)
-        for path in paths:
+        run = RunReader(self.path)
+        paths = versions_in(self.path / "checkpoints", run.last_round)
+        for path in reversed(paths):
             if digest(path.read_bytes()) in path.name:
-                with suppress(SafetensorError):  # damaged before it was written
-                    return read_checkpoint(path, expected, model)
+                return read_checkpoint(path, expected, model)
             self.skipped.append(path)
         found_text = f"{len(paths)} damaged" if paths else "there is none"
         raise ValueError(
@@ -265,36 +199,61 @@ class RunDirectory:
             f"{self.path / 'checkpoints'} from a backup, or start a new run"
         )
 
+    def finish(self, last_round: int, removes_state: bool, is_personal: bool) -> None:
+        """Complete the manifest of a run that has ended after `last_round`.
 
-def saved_id(directory: Path) -> str:
-    """The id in a run's config.json; a new one in a new directory.
+        removes_state: remove checkpoints and client state; of a method with personal models the
+        newest of each stay, from which they are made.
+        """
+        # the manifest first: without state, no resume could complete it
+        finish_manifest(self.path, last_round, is_personal or not removes_state)
+        if removes_state:
+            try:
+                remove_state(self.path, last_round, is_personal)
+            except OSError as error:
+                text = "state of the finished run is left: %s: %s"
+                log.warning(text, error.filename, error.strerror)
 
-    In runs made before ids existed: the digest of the history's first line, which no resume
-    changes, or of config.json before the first round. A damaged config.json is refused elsewhere.
-    """
-    config, history = directory / "config.json", directory / HISTORY_FILE
-    with suppress(OSError, *DAMAGE):
-        content = config.read_bytes()
-        if found := json.loads(content).get("id"):
-            return str(found)
-        first = b""
-        if history.exists():
-            with history.open("rb") as file:
-                first = file.readline()
-        return digest(first or content)
-    return secrets.token_hex(8)
+
+def lock(file: TextIO, directory: Path) -> None:
+    """Lock a run directory's lock file; ValueError if another process has it."""
+    for attempt in range(LOCK_ATTEMPTS):  # a look whether it is locked may hold it briefly
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if attempt == LOCK_ATTEMPTS - 1:
+                raise ValueError(
+                    f"{directory} is being written by another process: wait for it, or stop it"
+                ) from error
+            time.sleep(0.05)
+
+
+def keep_lines(path: Path, num_lines: int) -> None:
+    """Cut a file of one line a round after its first `num_lines`; ValueError if it has fewer."""
+    with path.open("rb+") as file:
+        for number in range(1, num_lines + 1):
+            if not file.readline().endswith(b"\n"):
+                raise ValueError(f"{path} is damaged: round {number} is missing; {COPY}")
+        file.truncate(file.tell())
+        os.fsync(file.fileno())
+
+
+def remove_state(directory: Path, last_round: int, keeps_newest: bool) -> None:
+    """Remove checkpoints, then client state: no resume starts from a checkpoint without it."""
+    for folder in (directory / "checkpoints", *sorted((directory / "clients").glob("*"))):
+        newest = versions_in(folder, last_round)[-1:]
+        for path in versions_in(folder):
+            if not (keeps_newest and path in newest):
+                path.unlink()
+    if not keeps_newest:
+        for folder in filter(Path.exists, (directory / "checkpoints", directory / "clients")):
+            shutil.rmtree(folder)
 
 
 def read_checkpoint(path: Path, expected: Arrays, model: str) -> Checkpoint:
-    """The checkpoint at `path`; ValueError if its arrays are not those of `expected`.
-
-    SafetensorError if it cannot be read.
-    """
-    try:
-        flat, metadata = read_safetensors(path)
-        round_ = int(metadata["round"])
-    except UNREADABLE as error:
-        raise SafetensorError(str(error)) from error
+    """The checkpoint at `path`; ValueError if its arrays are not those of `expected`."""
+    flat, metadata = read_arrays(path)
     arrays, state = (
         {k.removeprefix(p): v for k, v in flat.items() if k.startswith(p)}
         for p in ("model/", "state/")
@@ -304,7 +263,7 @@ def read_checkpoint(path: Path, expected: Arrays, model: str) -> Checkpoint:
             f"{path} is a checkpoint of another model ({metadata.get('model')}, the run's is "
             f"{model}): {wrong}"
         )
-    return Checkpoint(round_, arrays, state)
+    return Checkpoint(int(metadata["round"]), arrays, state)
 
 
 def new_run_directory(config: RunConfig) -> RunDirectory:
@@ -326,8 +285,8 @@ def open_run_directory(
     """(directory, config, overrides) of a run to resume; only `num-rounds` may be new.
 
     path: the run directory, or its name under $KEEL_HOME/runs of this machine.
-    ValueError, one line, if it is not a run directory, if other keys are set, or if a default has
-    changed since.
+    ValueError, one line, if it is not a run directory, if it is damaged, if other keys are set, or
+    if a default has changed since.
     """
     directory = Path(path).expanduser()
     if not directory.is_absolute():
@@ -338,32 +297,48 @@ def open_run_directory(
             f"{directory}: expected a name of letters, digits, '.', '_' and '-' that does not "
             "begin with '.': rename the directory"
         )
-    saved, saved_overrides = read_config_file(directory)
-    changed = sorted(overrides.keys() - {"resume", "num-rounds"})
-    if changed:
+    run = RunReader(directory)
+    saved = run.config
+    if changed := sorted(overrides.keys() - {"resume", "num-rounds"}):
         raise ValueError(
             f"resume = {path!r}: {changed[0]} cannot be changed: a resumed run keeps its config; "
             "only num-rounds can be changed"
         )
-    merged = saved_overrides | {k: v for k, v in overrides.items() if k == "num-rounds"}
+    merged = run.overrides | {k: v for k, v in overrides.items() if k == "num-rounds"}
     config = resolve_config(merged)
     num_rounds = config.rounds.num_rounds
-    if num_rounds < saved["num-rounds"]:
-        check_last_is_evaluated(directory, config)
-    if num_rounds != saved["num-rounds"] and method_of(config).depends_on_num_rounds():
-        raise ValueError(
-            f"num-rounds = {num_rounds}: the result of {config.rounds.method} depends on it: it "
-            f"was {saved['num-rounds']} and cannot change on resume"
-        )
-    check_has_rounds_left(directory, num_rounds)
+    check_num_rounds(run, config)
     expected = saved | {"num-rounds": num_rounds}
     for key, value in config.flat.items():
-        if value != expected.get(key):
+        if value != expected[key]:
             raise ValueError(
-                f"resume = {path!r}: the defaults changed since: {key} was {expected.get(key)!r}, "
+                f"resume = {path!r}: the defaults changed since: {key} was {expected[key]!r}, "
                 f"is {value!r}; set {key} explicitly in a new run"
             )
-    return RunDirectory(directory), config, merged
+    opened = RunDirectory(directory)
+    try:
+        if run.manifest:
+            check_audit(run, is_resumed=True)
+    except BaseException:
+        opened.close()
+        raise
+    return opened, config, merged
+
+
+def check_num_rounds(run: RunReader, config: RunConfig) -> None:
+    """ValueError, one line, if the run cannot be resumed with the num-rounds of this config."""
+    num_rounds, before, done = config.rounds.num_rounds, run.config["num-rounds"], run.last_round
+    if num_rounds == done < before and done % config.rounds.evaluate_every:
+        raise ValueError(
+            f"{run.directory.name}: {num_of('round is', done, 'rounds are')} done, and the last "
+            f"was not evaluated: set num-rounds={done + 1} or more"
+        )
+    if num_rounds != before and method_of(config).depends_on_num_rounds():
+        raise ValueError(
+            f"num-rounds = {num_rounds}: the result of {config.rounds.method} depends on it: it "
+            f"was {before} and cannot change on resume"
+        )
+    check_has_rounds_left(run, num_rounds)
 
 
 def metadata_entry(about: Mapping[str, Any]) -> dict[str, str]:
@@ -378,21 +353,11 @@ def save_arrays(path: Path, arrays: Arrays, about: Mapping[str, str]) -> None:
 
 def read_arrays(path: Path) -> tuple[Arrays, dict[str, str]]:
     """(arrays, metadata) of a file of `save_arrays`; ValueError if it is damaged."""
+    with path.open("rb"):  # OSError with the reason: safetensors calls every file missing
+        pass
     try:
-        return read_safetensors(path)
+        with safe_open(path, framework="pt") as file:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return arrays, json.loads(file.metadata()["about"])
     except UNREADABLE as error:
         raise ValueError(f"{path} is damaged: {error}") from error
-
-
-def read_safetensors(path: Path) -> tuple[Arrays, dict[str, Any]]:
-    """(arrays under current names, metadata); raises one of UNREADABLE if it is damaged."""
-    check_opens(path)
-    with safe_open(path, framework="pt") as file:
-        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return arrays, json.loads(file.metadata()["about"])
-
-
-def check_opens(path: Path) -> None:
-    """OSError with the reason if a file cannot be opened: safetensors calls them all missing."""
-    with path.open("rb"):
-        pass

@@ -1,8 +1,8 @@
-"""Trackers: `RunObserver`s that copy a run to TensorBoard, MLflow or Weights & Biases.
+"""Trackers: observers that copy a run to TensorBoard, MLflow or Weights & Biases.
 
 The run directory stays the source of truth: a tracker that fails or is offline costs the run
 nothing but a warning. Each works in a thread of its own, behind `Tracked`. A resumed run continues
-in the same tracker run, whose id is in trackers.json; a resumed copy of the run directory does not.
+in the same tracker run, whose id is in trackers.json.
 """
 
 import json
@@ -20,16 +20,15 @@ from protocol.config import RoundsConfig, keel_home
 from protocol.files import write_atomically
 from protocol.options import ConfigError
 from protocol.text import in_one_line
-from server_app.history import HISTORY_FILE, Line, without_clients
-from server_app.observers import RunInfo, RunObserver, scalars
-from server_app.summary import SUMMARY_FILE
+from server_app.history import Line, scalars
+from server_app.observers import RunInfo, RunObserver
+from server_app.run_reader import CONFIG_FILE, HISTORY_FILE, ROSTER_FILE, SUMMARY_FILE
 
 log = logging.getLogger("keel.server")
 TRACKERS_FILE = "trackers.json"
-DIRECTORY = "directory"  # key in that file: the run directory that has the ids
 PROJECT = "keel"  # MLflow's experiment, W&B's project
 END_TIMEOUT_S = 60.0  # for what a tracker still has to send when the run has ended
-ARTIFACTS = ("config.json", SUMMARY_FILE, HISTORY_FILE, "roster.json", "accuracy.png", "labels.png")
+ARTIFACTS = (CONFIG_FILE, SUMMARY_FILE, HISTORY_FILE, ROSTER_FILE, "accuracy.png", "labels.png")
 MLFLOW_BATCH = 100  # parameters, and characters of a value: MLflow's own limits
 MLFLOW_VALUE = 500
 ids_lock = threading.Lock()  # of trackers.json, which each tracker's thread changes
@@ -57,43 +56,35 @@ def check_trackers(rounds: RoundsConfig) -> None:
             )
 
 
-class Tracked:
+class Tracked(RunObserver):
     """Runs a tracker in a thread: the run neither waits for it nor ends because of it."""
 
     def __init__(self, name: str, tracker: RunObserver) -> None:
-        self.name, self.tracker = name, tracker
+        self.name, self.tracker, self.has_warned = name, tracker, False
         self.calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
-        self.info: RunInfo | None = None  # until the tracker has started
-        self.has_warned = False
 
     def on_run_start(self, info: RunInfo) -> None:
         """Start the thread, and in it the tracker's run."""
-        self.info = info
-        self.calls.put(lambda: None)
+        self.calls.put(lambda: self.tracker.on_run_start(info))
         self.thread.start()
 
     def on_round(self, line: Line) -> None:
         """Pass the round on."""
-        shown = without_clients(line)
-        self.calls.put(lambda: self.tracker.on_round(shown))
+        self.calls.put(lambda: self.tracker.on_round(line))
 
     def on_run_end(self, summary: Mapping[str, Any]) -> None:
         """Pass the end on, and wait for the tracker for at most `END_TIMEOUT_S`."""
         self.calls.put(lambda: self.tracker.on_run_end(summary))
         self.calls.put(None)
-        if not self.thread.is_alive():
-            return
-        self.thread.join(END_TIMEOUT_S)
+        if self.thread.is_alive():
+            self.thread.join(END_TIMEOUT_S)
         if self.thread.is_alive():
             self._warn(f"it has not finished {END_TIMEOUT_S:g} s after the run")
 
     def _work(self) -> None:
-        while (call := self.calls.get()) is not None:
+        while call := self.calls.get():
             try:
-                if self.info:  # also the second attempt, if the first failed
-                    self.tracker.on_run_start(self.info)
-                    self.info = None
                 call()
             except BaseException as error:  # SystemExit of a package, too: only this thread ends
                 self._warn(f"{type(error).__name__}: {in_one_line(error)}")
@@ -105,54 +96,20 @@ class Tracked:
             log.warning("tracker %s: %s; the run directory has everything", self.name, problem)
 
 
-def figures(line: Line) -> dict[str, float]:
-    """A round's figures by name."""
-    return {name: value for name, value in scalars(line).items() if value is not None}
-
-
 def tracker_id(directory: Path, name: str, new: Callable[[], str]) -> tuple[str, bool]:
-    """(the id of the run in this tracker, whether it is new), stored in the run directory.
-
-    A copy of a run directory gets ids of its own.
-    """
-    path, own = directory / TRACKERS_FILE, str(directory)
-    saved = tracker_ids(path)
-    if name in saved and not is_copied(directory, saved):
-        if saved.get(DIRECTORY) != own:  # it has been moved
-            with ids_lock:
-                write_atomically(path, json.dumps(tracker_ids(path) | {DIRECTORY: own}).encode())
+    """(the id of the run in this tracker, whether it is new), stored in the run directory."""
+    path = directory / TRACKERS_FILE
+    saved = json.loads(path.read_text()) if path.exists() else {}
+    if name in saved:
         return str(saved[name]), False
     found = new()  # it may take a while: another tracker may store its id meanwhile
     with ids_lock:
-        saved = tracker_ids(path)
-        kept = {} if is_copied(directory, saved) else saved
-        write_atomically(path, json.dumps(kept | {DIRECTORY: own, name: found}).encode())
+        saved = json.loads(path.read_text()) if path.exists() else {}
+        write_atomically(path, json.dumps(saved | {name: found}).encode())
     return found, True
 
 
-def is_copied(directory: Path, saved: Mapping[str, Any]) -> bool:
-    """Whether these ids belong to another run directory that still has them."""
-    other = Path(str(saved.get(DIRECTORY, directory)))
-    try:
-        is_other = not other.samefile(directory)
-    except (FileNotFoundError, NotADirectoryError):  # it has been moved
-        return False
-    except OSError:  # another user's, for example
-        return True
-    theirs = tracker_ids(other / TRACKERS_FILE) if is_other else {}
-    return any(theirs.get(name) == saved[name] for name in saved if name != DIRECTORY)
-
-
-def tracker_ids(path: Path) -> dict[str, Any]:
-    """Tracker to the id of its run; {} if the file is missing or damaged."""
-    try:
-        saved = json.loads(path.read_text()) if path.exists() else {}
-    except ValueError:
-        saved = {}
-    return saved if isinstance(saved, dict) else {}
-
-
-class TensorBoardEvents:
+class TensorBoardEvents(RunObserver):
     """Writes every figure of a round as TensorBoard events in the run directory's tensorboard/."""
 
     def on_run_start(self, info: RunInfo) -> None:
@@ -166,7 +123,7 @@ class TensorBoardEvents:
 
     def on_round(self, line: Line) -> None:
         """Write the round's scalars."""
-        for name, value in figures(line).items():
+        for name, value in scalars(line).items():
             self.writer.add_scalar(name, value, line["round"])
         self.writer.flush()
 
@@ -175,7 +132,7 @@ class TensorBoardEvents:
         self.writer.close()
 
 
-class MlflowRun:
+class MlflowRun(RunObserver):
     """A run of MLflow: at $MLFLOW_TRACKING_URI, else in mlflow.db in Keel's home."""
 
     def on_run_start(self, info: RunInfo) -> None:
@@ -217,7 +174,7 @@ class MlflowRun:
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
-        metrics = [Metric(name, value, now, line["round"]) for name, value in figures(line).items()]
+        metrics = [Metric(name, value, now, line["round"]) for name, value in scalars(line).items()]
         for i in range(0, len(metrics), 10 * MLFLOW_BATCH):
             self.client.log_batch(self.run_id, metrics=metrics[i : i + 10 * MLFLOW_BATCH])
 
@@ -230,7 +187,7 @@ class MlflowRun:
         self.client.set_terminated(self.run_id, states.get(summary["status"], "FAILED"))
 
 
-class WandbRun:
+class WandbRun(RunObserver):
     """A run of Weights & Biases; offline in the run directory where there is no login."""
 
     def on_run_start(self, info: RunInfo) -> None:
@@ -261,7 +218,7 @@ class WandbRun:
         The step is the round's number. Offline, a resumed run would count from 0 again, and W&B
         joins the parts of a run only if their steps differ.
         """
-        self.run.log({"round": line["round"], **figures(line)}, step=line["round"], commit=True)
+        self.run.log({"round": line["round"], **scalars(line)}, step=line["round"], commit=True)
 
     def on_run_end(self, summary: Mapping[str, Any]) -> None:
         """Save the files and end the run."""

@@ -20,7 +20,9 @@ import server_app.report
 from protocol.messages import DatasetSpec, TrainReply, reply_content
 from protocol.options import OptionValue
 from server_app.inline import run_inline
+from server_app.record import SCORES
 from server_app.run_directory import read_arrays
+from server_app.run_reader import RunReader
 
 Overrides = Mapping[str, OptionValue]
 
@@ -76,8 +78,16 @@ def only_run(home: Path) -> Path:
 
 
 def history_of(folder: Path) -> list[dict[str, Any]]:
-    """The lines of history.jsonl."""
-    return [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    """Every round as one dict: its lines in history.jsonl and clients.jsonl.
+
+    A key that both have, such as "personal", has what is about single clients under "clients".
+    """
+    run = RunReader(folder)
+    rounds = []
+    for line, of_clients in zip(run.history, run.clients(), strict=True):
+        both = {key: line[key] | {"clients": of_clients[key]} for key in SCORES if key in line}
+        rounds.append({**of_clients, **line, **both})
+    return rounds
 
 
 def without_times(history: list[dict[str, Any]]) -> list[dict[str, Any]]:

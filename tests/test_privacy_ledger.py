@@ -12,7 +12,6 @@ from run_fixtures import without_pictures
 from protocol import chained
 from protocol.chained import append_chained, parsed, read_chained
 from server_app.audit import AuditLog
-from server_app.history import append_history
 from server_app.inline import run_inline
 from server_app.rounds import Sent
 from server_app.run_directory import RunDirectory, read_arrays
@@ -114,7 +113,7 @@ def test_a_client_that_was_left_out_of_a_round_has_released_in_it_too(tmp_path):
     about = {"losses": {}, "seconds": {}, "participants": ["a"]}
     for number in (1, 2):
         left_out = {"b": "no answer in time"} if number == 2 else {}
-        append_history(tmp_path / "history.jsonl", {"round": number, **about, "left_out": left_out})
+        append_round(tmp_path, {"round": number, **about, "left_out": left_out})
     directory = RunDirectory(tmp_path)
     directory.restore_releases({})
     assert directory.release_counts() == {"a": 3, "b": 2}  # a round may have been under way

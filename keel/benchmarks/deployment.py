@@ -12,7 +12,7 @@ from pathlib import Path
 from keel.benchmarks.report import BenchOptions, Row
 from keel.deployment.loopback import Loopback, partitions, running
 from protocol.options import OptionValue
-from server_app.history import read_history
+from server_app.run_reader import RunReader
 
 CONFIG: dict[str, OptionValue] = {
     "source": "digits",
@@ -50,7 +50,7 @@ def round_cost(options: BenchOptions) -> Iterator[Row]:
             if status != "finished:completed":
                 raise RuntimeError(f"run {run_id}: {status}")
             [path] = (local.root / "server" / "keel" / "runs").glob("*/history.jsonl")
-            training_s = [line["seconds"]["training"] for line in read_history(path)[1:]]
+            training_s = [line["seconds"]["training"] for line in RunReader(path).history[1:]]
             traffic = local.superlink.run_info(run_id)["network-traffic"]  # of all rounds
         yield {
             "what": f"deployed round, processes: {name}",

@@ -21,10 +21,11 @@ from keel.benchmarks.report import BenchOptions, Keys, Row, random_source, workl
 from keel.deployment.simulation import MARK, marked_processes, simulation_superlink
 from keel.deployment.superlink import app_directory, run_config
 from protocol.config import app_folder
-from server_app.history import Line, each_line, read_history
+from server_app.history import Line
 from server_app.inline import run_inline
 from server_app.manifest import NUM_NOTED_ROUNDS
 from server_app.observers import RunObserver
+from server_app.run_reader import RunReader
 
 ticks = os.sysconf("SC_CLK_TCK")
 run_limit_s = 900.0
@@ -122,7 +123,7 @@ def keel_rounds(
         peaks_mb, server_pid = [0.0], 0
         seen: list[tuple[float, list[Process]]] = []
         while len(seen) < int(keys["num-rounds"]):
-            history = [line for run in out.glob("*") for line in read_history(run)]
+            history = [line for path in out.glob("*") for line in RunReader(path).history]
             if len(history) > len(seen):
                 seen.append((time.perf_counter(), processes(mark)))
                 servers = [p.pid for p in seen[-1][1] if "flwr-simulation" in p.command]
@@ -301,7 +302,7 @@ def history_of(keys: Keys, num_clients: int, *observers: RunObserver) -> list[Li
     """The history of a run of the inline engine in a temporary directory."""
     with tempfile.TemporaryDirectory(prefix="keel-bench-") as folder:
         path = run_inline({**keys, "output-dir": folder}, num_clients, observers=observers)
-        return list(each_line(path, []))
+        return RunReader(path).history
 
 
 def personal(options: BenchOptions) -> Iterator[Row]:

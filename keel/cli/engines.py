@@ -29,8 +29,7 @@ from keel.runs import FINISHED, SavedRun
 from protocol.options import OptionValue
 from protocol.processes import check_not_forked, num_cores
 from protocol.ray_nodes import CPU_WORKERS, Node, devices_by_node
-from server_app.history import HISTORY_FILE, HistoryReader
-from server_app.summary import SUMMARY_FILE, read_manifest
+from server_app.run_reader import HISTORY_FILE, SUMMARY_FILE, HistoryFollower, RunReader
 
 POLL_S = 0.3
 STOP_TIMEOUT_S = 60.0  # for a run to write its summary after `flwr stop`
@@ -187,7 +186,7 @@ def run_on_flower(job: Job, terminal: Terminal) -> None:
             simulation_superlink(folder, job.variables) as client,
         ):
             flower = FlowerRun(client, app, folder / "flwr.log")
-            last_round = SavedRun(job.directory).rounds
+            last_round = SavedRun(job.directory).last_round
             summary = job.directory / SUMMARY_FILE
             before = modified_ns(summary)  # an attempt that is refused does not write it
             flower.start(with_num_clients(job), ["--federation-config", job.federation_config()])
@@ -202,7 +201,7 @@ def run_on_flower(job: Job, terminal: Terminal) -> None:
                 reason = state if is_new and state.startswith("failed") else flower.reason()
                 raise RuntimeError(f"{reason} (log: {folder / 'flwr.log'})")
     finally:  # no process is left that could complete another round
-        terminal.last_round = SavedRun(job.directory).rounds
+        terminal.last_round = SavedRun(job.directory).last_round
 
 
 def with_num_clients(job: Job) -> Job:
@@ -229,7 +228,7 @@ def follow(job: Job, last_round: int, terminal: Terminal, flower: "FlowerRun") -
     """Report what appears in the run directory until the run ends: workers, warnings, rounds."""
     directory = job.directory
     assert directory is not None
-    reader, warnings = HistoryReader(directory / HISTORY_FILE), WarningReader(directory)
+    reader, warnings = HistoryFollower(directory / HISTORY_FILE), WarningReader(directory)
     manifest, summary_path = directory / "manifest.json", directory / SUMMARY_FILE
     replies = flower.replies
     has_begun = has_workers = is_over = False
@@ -241,7 +240,7 @@ def follow(job: Job, last_round: int, terminal: Terminal, flower: "FlowerRun") -
             terminal.begin(directory, last_round)
         if has_begun and not has_workers and modified_ns(manifest) != before[manifest]:
             has_workers = True
-            for row in worker_rows(read_manifest(directory), job.gpus_per_client is None):
+            for row in worker_rows(RunReader(directory).manifest, job.gpus_per_client is None):
                 terminal.row(*row)
         for record in warnings.read():
             terminal.handle(record)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from protocol.code import is_installed
 from protocol.files import write_output
 from protocol.text import in_one_line
-from server_app.trained import TrainedModel, load_model
+from server_app.load_model import TrainedModel, load_model
 
 
 class Classifier(nn.Module):

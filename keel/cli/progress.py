@@ -188,6 +188,6 @@ def round_line(line: Mapping[str, Any], num_rounds: int, left: str) -> str:
         loss = line["losses"]["supervised"]
         columns.append("[red]loss not finite[/]" if loss is None else f"loss {loss:.4f}")
     columns.append(f"{sum(line['seconds'].values()):5.1f} s")
-    if num_left_out := line.get("num_left_out", len(line["left_out"])):  # a HistoryReader counts
-        columns.append(f"[yellow]{num_left_out} left out[/]")
+    if line["num_left_out"]:
+        columns.append(f"[yellow]{line['num_left_out']} left out[/]")
     return "   ".join([*columns, left] if left else columns)

@@ -12,12 +12,12 @@ import typer
 
 from keel.cli.interrupts import INTERRUPTED_CODE, interruptible
 from keel.cli.overrides import check_simulated, checked_config, parse_overrides
-from keel.runs import CONFIG_FILE, FINISHED, SavedRun, all_runs, find_run, only_run
+from keel.runs import FINISHED, SavedRun, all_runs, find_run, only_run
 from protocol.code import line_in_method
 from protocol.config import RunConfig
 from protocol.options import OptionValue
 from protocol.ray_nodes import check_gpus
-from server_app.summary import check_has_rounds_left, new_path
+from server_app.run_reader import CONFIG_FILE, check_has_rounds_left, new_path
 
 if TYPE_CHECKING:
     from keel.cli.engines import Job
@@ -258,7 +258,7 @@ def prepared(
             f"with `{resumed.resume_command}`"
         )
     if resumed:
-        check_has_rounds_left(resumed.directory, config.rounds.num_rounds)
+        check_has_rounds_left(resumed, config.rounds.num_rounds)
     overrides, num_clients = with_clients(overrides, config, options.clients, resumed)
     config = config_of(overrides, resumed)
 
@@ -307,7 +307,7 @@ def prepared(
     if name and is_remote:  # its config is on the server
         rows = [("resume", name), *flwr_rows(job)]
     else:
-        rows = plan_rows(config, job, resumed.rounds if resumed else 0)
+        rows = plan_rows(config, job, resumed.last_round if resumed else 0)
     if options.engine is Engine.flower and directory:
         directory = directory if config.rounds.run_name else engines.reserved(directory)
         job = replace(job, overrides={**overrides, "run-name": directory.name}, directory=directory)

@@ -6,8 +6,9 @@ import json
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,10 +20,7 @@ from rich.table import Table
 from keel.cli.interrupts import uninterrupted
 from keel.runs import (
     COLOURS,
-    CONFIG_FILE,
-    DAMAGE,
     FINISHED,
-    LOCK_FILE,
     RUNNING,
     SavedRun,
     all_runs,
@@ -41,6 +39,7 @@ from protocol.files import digest, private_files, write_output
 from protocol.options import typed
 from protocol.text import in_one_line, num_of, printable, shortened
 from server_app.history import CURVES, curve, duration
+from server_app.run_reader import CONFIG_FILE, LOCK_FILE
 from server_app.summary import privacy_text, summarise
 
 RECENT_ROUNDS = 10  # whose left out clients `status` names
@@ -72,22 +71,27 @@ def status_row(run: SavedRun) -> dict[str, Any]:
 
     ValueError, one line, if its files are damaged.
     """
-    recent = {line["round"]: line["left_out"] for line in run.history[-RECENT_ROUNDS:]}
+    recent = {line["round"]: line["left_out"] for line in recent_clients(run)}
     seconds = round(sum(sum(line["seconds"].values()) for line in run.history), 2)
     damaged, privacy = run.damaged_checkpoints(), run.summary.get("privacy")
     found = {"seconds": seconds, "privacy": privacy, "left_out": recent}
     return row_of(run) | found | {"damaged_checkpoints": damaged}
 
 
+def recent_clients(run: SavedRun) -> list[dict[str, Any]]:
+    """What the last rounds say of single clients."""
+    return list(deque(run.clients(), maxlen=RECENT_ROUNDS))
+
+
 def status_lines(run: SavedRun) -> list[str]:
     """The status of a run in a few lines. ValueError, one line, if its files are damaged."""
-    config, history = run.config, run.history
+    config, history, done = run.config, run.history, run.last_round
     seconds = [sum(line["seconds"].values()) for line in history]
-    progress = f"{run.rounds} of {config['num-rounds']}"
+    progress = f"{done} of {config['num-rounds']}"
     if seconds:
         progress += f", {duration(sum(seconds))}"
         if run.state == RUNNING:
-            left = config["num-rounds"] - run.rounds
+            left = config["num-rounds"] - done
             progress += f" so far, {duration(left * sum(seconds) / len(seconds))} left"
     optimizer = config["server-optimizer"]
     server = "" if optimizer == "fedavg" else f", server optimizer {optimizer}"
@@ -105,15 +109,13 @@ def status_lines(run: SavedRun) -> list[str]:
             )
             lines.append(f"accuracy  {description}: {shown}")
     if privacy := run.summary.get("privacy"):
-        with suppress(*DAMAGE):
-            lines.append(f"privacy   {privacy_text(privacy)}")
-    for line in history[-RECENT_ROUNDS:]:
+        lines.append(f"privacy   {privacy_text(privacy)}")
+    recent = recent_clients(run)
+    for line in recent:
         for client, reason in line["left_out"].items():
             lines.append(f"left out  round {line['round']}: {client}: {reason}")
-    if history and history[-1].get("backed_off"):
-        lines.append(f"backoff   {', '.join(map(str, history[-1]['backed_off']))}")
-    if run.lost_rounds:
-        lines.append(f"damaged   {run.lost_rounds}")
+    if recent and recent[-1]["backed_off"]:
+        lines.append(f"backoff   {', '.join(recent[-1]['backed_off'])}")
     for name in run.damaged_checkpoints():
         lines.append(f"damaged   checkpoints/{name}: a resume skips it")
     if run.state not in (RUNNING, FINISHED):
@@ -151,7 +153,6 @@ def list_command(
     }
     if rows:
         print_runs(columns, ["data", "method", "age", "accuracy"])
-    print_lost_rounds((row["run"], row["lost_rounds"]) for row in rows)
     if not found:
         hint = " yet; `keel run` starts one" if base == runs_directory() else ""
         print(f"no runs in {base}{hint}")
@@ -160,23 +161,19 @@ def list_command(
 
 
 def row_of(run: SavedRun) -> dict[str, Any]:
-    """A run as a row; "?" where its config cannot be read."""
-    try:
-        config: dict[str, Any] = run.config
-        source = run.source
-    except DAMAGE:
-        config, source = {}, "?"
+    """A run as a row; "?" and None where it cannot be read."""
+    is_readable = not run.fault
+    config = run.config if is_readable else {}
     return {
         "run": run.name,
         "directory": str(run.directory),
         "method": str(config.get("method", "?")),
-        "source": source,
+        "source": run.source if is_readable else "?",
         "model": str(config.get("model", "?")),
-        "rounds": run.rounds,
+        "rounds": run.last_round if is_readable else 0,
         "num_rounds": config.get("num-rounds", "?"),
-        "accuracy": run.accuracy,
+        "accuracy": run.accuracy if is_readable else None,
         "state": run.state,
-        "lost_rounds": run.lost_rounds if config else "",
         "changed": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(run.last_change)),
     }
 
@@ -216,13 +213,6 @@ def print_runs(columns: Mapping[str, Sequence[str]], drop_first: Sequence[str]) 
     names = [n if len(n) <= max_length else f"{n[: max_length - 1]}…" for n in columns["run"]]
     shown = {**columns, "run": names}
     print_table(lambda names: table_of({name: shown[name] for name in names}), shown, drop_first)
-
-
-def print_lost_rounds(runs: Iterable[tuple[str, str]]) -> None:
-    """Print each name and `lost_rounds` of a run that has lost any."""
-    for name, sentence in runs:
-        if sentence:
-            print(printable(f"{name}: {sentence}"))
 
 
 def watch(
@@ -282,7 +272,7 @@ def stop(run: Annotated[str, typer.Argument(show_default=False)] = "") -> None:
             "repeat `keel stop` to end it at once"
         )
     saved = SavedRun(saved.directory)
-    print(f"{saved.name}: {saved.state} after round {saved.rounds}")
+    print(f"{saved.name}: {saved.state} after round {saved.last_round}")
 
 
 def is_flower(pid: int) -> bool:
@@ -337,7 +327,6 @@ def compare(
         print("differs in")
         for run, difference in zip(found, differences, strict=True):
             terminal_console().print(printable(f"{run.name}: {difference}"), markup=False)
-    print_lost_rounds((run.name, run.lost_rounds) for run in found)
     for remark in accuracy_remarks((row["run"], row["accuracy_of"]) for row in rows):
         print(printable(remark))
     if csv_file:
@@ -377,7 +366,7 @@ def comparison_row(run: SavedRun) -> dict[str, Any]:
     return {
         "run": run.name,
         "accuracy_of": numbers["accuracy_of"],
-        "rounds": run.rounds,
+        "rounds": run.last_round,
         "final": numbers["final_accuracy"],
         "best": numbers["best_accuracy"],
         "seconds_per_round": numbers["seconds_per_round"] if run.history else None,
@@ -420,7 +409,7 @@ def predict(
         check_image(path)
 
     with uninterrupted():
-        from server_app.trained import load_model
+        from server_app.load_model import load_model
 
     model = load_model(directory, client)
     found = []

@@ -21,11 +21,11 @@ from client_app.worker_client import worker_status, worker_variable
 from keel.deployment.credentials import make_credentials
 from keel.deployment.simulation import locked
 from keel.deployment.superlink import SuperLinkClient, captured, environment, free_ports, run_config
-from keel.runs import LOCK_FILE
 from protocol.config import app_folder
 from protocol.files import private_files
 from protocol.options import OptionValue
 from protocol.processes import end_with_parent
+from server_app.run_reader import LOCK_FILE
 
 start_timeout_s = 100.0
 pause_s = 1.0  # before a process is restarted

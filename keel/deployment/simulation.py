@@ -14,9 +14,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from keel.deployment.superlink import SuperLinkClient, check_programs, free_ports
-from keel.runs import LOCK_FILE, is_locked
+from keel.runs import is_locked
 from protocol.config import app_folder, keel_home
 from protocol.files import naming
+from server_app.run_reader import LOCK_FILE
 
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 30.0  # for processes to end after SIGTERM: the ServerApp writes its summary

@@ -10,7 +10,7 @@ import re
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +23,8 @@ from keel.experiments.runs import (
     NOTE,
     UNKNOWN,
     Options,
-    check_rounds,
     check_unchanged,
-    config_in,
-    fault_of_rounds,
+    identity,
     name_of,
     read_json,
     status_of,
@@ -34,12 +32,18 @@ from keel.experiments.runs import (
 from protocol.config import default_config, resolve_config
 from protocol.files import digest, write_atomically
 from protocol.text import num_of
-from server_app.history import CURVES, DAMAGE, HISTORY_FILE, Line, lines_in, read_history
-from server_app.summary import read_manifest
+from server_app.history import CURVES, Line
+from server_app.run_reader import CLIENTS_FILE, DAMAGE, HISTORY_FILE, RunReader
 
 PRIVATE = ("output-dir", "data-dir", "resume", "run-name")
-MANIFEST = ("code", "data", "keel", "machines", "precision", "simulated", "versions")
-RUN_FILES = ("config.json", "manifest.json", "summary.json", HISTORY_FILE)  # of a run in a zip
+MANIFEST = ("layout", "code", "data", "keel", "machines", "precision", "simulated", "versions")
+RUN_FILES = (
+    "config.json",
+    "manifest.json",
+    "summary.json",
+    HISTORY_FILE,
+    CLIENTS_FILE,
+)  # of a run in a zip
 MAX_STATUS = 200  # characters
 # in a status, quoted or not; bounded, or an unclosed quote would take seconds
 PATH = re.compile(r"""(?<!\w)'[^']{,4096}/[^']{,4096}'|"[^"]{,4096}/[^"]{,4096}"|(?<!\w)/\S+""")
@@ -180,7 +184,7 @@ def restore(path: Path, output: Path, source: str = "") -> list[Path]:
                         "this machine, as in the config key source"
                     )
                 flat["source"] = source.rstrip("/")
-            to = output / "runs" / name_of(resolve_config(flat), is_timed) / folder.name
+            to = output / "runs" / name_of(resolve_config(known_keys(flat)), is_timed) / folder.name
             if folder.name == NOTE and any(map(status_of, to.parent.glob("*"))):
                 continue
             found.append(to)
@@ -251,28 +255,26 @@ def copies(directory: Path, archived: str = "") -> Iterator[tuple[str, str]]:
     ValueError if a file is damaged, the history lacks a round, or it was changed after the run.
     """
     check_unchanged(directory)
-    manifest, config = read_manifest(directory), config_in(directory)
-    yield "config.json", json.dumps({"config": without_folders(config, archived)})
-    status = str(read_json(directory / "summary.json")["status"])
+    run = RunReader(directory)
+    # keys on which nothing depends may go, or change their values
+    kept_keys = without_folders(identity(run.config, is_timed=True), archived)
+    yield "config.json", json.dumps({"config": kept_keys, "overrides": {}})
+    status = str(run.summary["status"])
     short = PATH.sub("…", status)[:MAX_STATUS]
     if is_divergence(status) and not is_divergence(short):  # a reader has to see that it diverged
         short += ": " + next(sign for sign in DIVERGENCE if sign in status)
     yield "summary.json", json.dumps({"status": short})
-    yield "manifest.json", json.dumps({key: manifest[key] for key in MANIFEST if key in manifest})
-    history = read_history(directory)
-    check_rounds(directory, [line["round"] for line in history])
-    yield HISTORY_FILE, "".join(json.dumps(line) + "\n" for line in lines(history))
+    kept = {key: run.manifest[key] for key in MANIFEST if key in run.manifest}
+    yield "manifest.json", json.dumps(kept)
+    yield HISTORY_FILE, "".join(json.dumps(line) + "\n" for line in lines(run.history))
+    yield CLIENTS_FILE, "".join(json.dumps(line) + "\n" for line in reasons(run.clients()))
 
 
 def lines(history: Sequence[Line]) -> Iterator[dict[str, Any]]:
-    """The accuracies and times of each round, rounded; nothing of single clients."""
+    """The accuracies and times of each round, rounded."""
     for line in history:
-        small: dict[str, Any] = {"round": line["round"], "losses": {}}
-        for key in ("left_out", "evaluation_left_out"):
-            if key == "left_out" or line.get(key):
-                reasons = ["not finite" if is_divergence(r) else "" for r in line[key].values()]
-                reasons.sort(reverse=True)  # a reader may see only the first
-                small[key] = {str(n): reason for n, reason in enumerate(reasons)}
+        kept = ("round", "num_left_out", "num_evaluation_left_out")
+        small: dict[str, Any] = {key: line[key] for key in kept if key in line} | {"losses": {}}
         small |= {key: round(line[key], 4) for key in CLOCKS if key in line}
         small["seconds"] = {"all": round(sum(line["seconds"].values()), 4)}
         for key, name, _ in CURVES:
@@ -281,6 +283,18 @@ def lines(history: Sequence[Line]) -> Iterator[dict[str, Any]]:
         if line.get("global", {}).get("loss", 0.0) is None:  # the sign of divergence
             small["global"]["loss"] = None
         yield small
+
+
+def reasons(clients: Iterable[Line]) -> Iterator[dict[str, Any]]:
+    """Why clients were left out, numbered instead of named, in the rounds in which one was."""
+    for line in clients:
+        small = {"round": line["round"]}
+        for key in ("left_out", "evaluation_left_out"):
+            if found := line.get(key, {}).values():
+                diverged = ("not finite" if is_divergence(reason) else "" for reason in found)
+                small[key] = {str(n): reason for n, reason in enumerate(diverged)}
+        if len(small) > 1:
+            yield small
 
 
 def write_zip(path: Path, files: Mapping[str, str]) -> None:
@@ -315,8 +329,7 @@ def reading(path: Path) -> Iterator[zipfile.ZipFile]:
                 )
             runs = {name.rpartition("/")[0] for name in names if name.startswith("runs/")}
             needed = {*names, *(f"{run}/{file}" for run in runs for file in RUN_FILES)}
-            # histories last, which are checked by the other files
-            for name in sorted(needed, key=lambda name: (name.endswith(HISTORY_FILE), name)):
+            for name in sorted(needed):
                 if fault := fault_in(archive, name):
                     raise ValueError(f"{path} is damaged: {name}: {fault}; {COPY_AGAIN}")
             yield archive
@@ -334,12 +347,10 @@ def is_of_archive(name: str) -> bool:
 
 
 def fault_in(archive: zipfile.ZipFile, name: str) -> str:
-    """What is wrong with a JSON file or a history of a zip; "" for nothing, and for other files."""
+    """What is wrong with a JSON file of a zip; "" for nothing, and for other files."""
     if name not in archive.namelist():
         return "it is missing"
     try:
-        if name.endswith(f"/{HISTORY_FILE}"):
-            return fault_of_history(archive, Path(name).parent)
         if not name.endswith(".json"):
             return ""
         found = json.loads(archive.read(name))
@@ -351,16 +362,6 @@ def fault_in(archive: zipfile.ZipFile, name: str) -> str:
         return "" if isinstance(found, dict) else "it is not a JSON object"
     except DAMAGE as error:
         return str(error)
-
-
-def fault_of_history(archive: zipfile.ZipFile, run: Path) -> str:
-    """What is wrong with the history of a run in a zip; "" for nothing. Raises one of DAMAGE."""
-    faults: list[str] = []
-    with archive.open(f"{run}/{HISTORY_FILE}") as file:
-        rounds = [line["round"] for line in lines_in(file, faults)]
-    config, summary = (json.loads(archive.read(f"{run}/{n}.json")) for n in ("config", "summary"))
-    last_round = config["config"]["num-rounds"] if summary["status"] == "finished" else None
-    return faults[0] if faults else fault_of_rounds(rounds, last_round)
 
 
 @contextmanager

@@ -73,36 +73,39 @@ def is_divergence(reason: str) -> bool:
 
 
 class History:
-    """What tables and curves read of a history's lines, as arrays: 50 bytes a round, not 3 kB.
+    """What tables and curves read of a run's lines, as arrays: 50 bytes a round, not 3 kB.
 
-    rounds: of the lines. wall_s: their durations. clocks: those of CLOCKS that every line has.
-    diagnostics: (round, measures) where they were taken. num_left_out: updates that were not
-    aggregated; rounds_not_finite: rounds with one whose values were not finite, or too large.
+    clients: the lines of clients.jsonl. rounds: of the lines. wall_s: their durations. clocks:
+    those of CLOCKS that every line has. diagnostics: (round, measures) where they were taken.
+    num_left_out: updates that were not aggregated; rounds_not_finite: rounds with one whose values
+    were not finite, or too large.
     num_not_evaluated, rounds_partial: likewise of clients that could not be evaluated; in these
     rounds the curves of the clients have no point, which would be of the others alone.
     rounds_diverged: in which the global model's loss was not finite; its curve has no point there.
     """
 
-    def __init__(self, lines: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(
+        self, lines: Iterable[Mapping[str, Any]], clients: Iterable[Mapping[str, Any]] = ()
+    ) -> None:
+        not_finite, partial = set[int](), set[int]()
+        for line in clients:
+            for key, found in (("left_out", not_finite), ("evaluation_left_out", partial)):
+                if any(map(is_divergence, line.get(key, {}).values())):
+                    found.add(line["round"])
         self.rounds, self.wall_s = array("l"), array("d")
         self.clocks = {name: array("d") for name in CLOCKS}
         self.diagnostics: list[tuple[int, Mapping[str, Any]]] = []
-        self.num_left_out = self.rounds_not_finite = 0
-        self.num_not_evaluated = self.rounds_partial = self.rounds_diverged = 0
+        self.rounds_not_finite, self.rounds_partial = len(not_finite), len(partial)
+        self.num_left_out = self.num_not_evaluated = self.rounds_diverged = 0
         self._points: dict[str, tuple[array[int], array[float]]] = {
             curve: (array("l"), array("d")) for curve in CURVES
         }
         for line in lines:
             number = line["round"]
             self.rounds.append(number)
-            self.wall_s.append(sum(line.get("seconds", {}).values()))
-            left_out = line.get("left_out", {})
-            self.num_left_out += line.get("num_left_out", len(left_out))
-            self.rounds_not_finite += any(map(is_divergence, left_out.values()))
-            unevaluated = line.get("evaluation_left_out", {})
-            self.num_not_evaluated += line.get("num_evaluation_left_out", len(unevaluated))
-            is_partial = any(map(is_divergence, unevaluated.values()))
-            self.rounds_partial += is_partial
+            self.wall_s.append(sum(line["seconds"].values()))
+            self.num_left_out += line["num_left_out"]
+            self.num_not_evaluated += line.get("num_evaluation_left_out", 0)
             has_diverged = line.get("global", {}).get("loss", 0.0) is None
             self.rounds_diverged += has_diverged
             for name in CLOCKS:
@@ -110,7 +113,7 @@ class History:
                     self.clocks[name].append(line[name])
             for curve, (rounds, values) in self._points.items():
                 key, _, name = curve.partition(".")
-                is_omitted = has_diverged if key == "global" else is_partial
+                is_omitted = has_diverged if key == "global" else number in partial
                 if not is_omitted and key in line and line[key][name] is not None:
                     rounds.append(number)
                     values.append(line[key][name])

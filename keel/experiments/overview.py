@@ -9,7 +9,7 @@ from keel.experiments.recipe import Recipe, load_recipe, shipped_recipes
 from keel.experiments.runs import Options, Run, read_json, run_of, wall_seconds
 from protocol.config import RunConfig, resolve_config
 from server_app.history import duration
-from server_app.summary import read_run_config
+from server_app.run_reader import RunReader
 
 Rates = dict[tuple[str, ...], list[float]]  # seconds for each unit of `work_of`
 
@@ -45,7 +45,7 @@ def measured_rates(output: Path) -> Rates:
     rates: Rates = {}
     for path in output.glob("runs/*/*/summary.json"):
         if read_json(path).get("status") == "finished":
-            config = read_run_config(path.parent)
+            config = RunReader(path.parent).run_config
             rate = wall_seconds(path.parent) / work_of(config)
             for key in rate_keys(config):
                 rates.setdefault(key, []).append(rate)

@@ -59,8 +59,8 @@ from keel.experiments.tasks import (
 from protocol.config import resolve_config
 from protocol.files import write_atomically
 from protocol.text import num_of
-from server_app.history import HISTORY_FILE, HistoryReader
-from server_app.summary import HEADLINE
+from server_app.history import HEADLINE
+from server_app.run_reader import HISTORY_FILE, HistoryFollower
 
 POLL_S = 0.2
 OTHERS_POLL_S = 5.0  # between two looks at what other runners have done
@@ -149,7 +149,7 @@ class ActiveRun:
     task: Any
     bar: TaskID
     num_earlier: int = 0  # attempts, unless one is resumed
-    reader: HistoryReader | None = None  # of the newest attempt's history
+    reader: HistoryFollower | None = None  # of the newest attempt's history
     rounds: int = 0
 
     def new_rounds(self) -> int:
@@ -159,7 +159,7 @@ class ActiveRun:
             return 0
         path = attempts[-1] / HISTORY_FILE
         if self.reader is None or self.reader.path != path:
-            self.reader = HistoryReader(path)
+            self.reader = HistoryFollower(path)
         self.reader.update()
         finished = len(self.reader.lines)
         new, self.rounds = finished - self.rounds, finished

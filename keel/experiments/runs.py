@@ -1,6 +1,5 @@
 """One run of an experiment: its config, its name, and the run directories of its attempts."""
 
-import itertools
 import json
 import re
 import shutil
@@ -18,11 +17,11 @@ from protocol.code import code_version
 from protocol.config import RunConfig, default_config, resolve_config
 from protocol.files import digest, write_atomically
 from protocol.options import OptionValue
-from server_app.history import HISTORY_FILE, HistoryReader
-from server_app.summary import read_manifest, read_object
+from server_app.run_reader import CLIENTS_FILE, HISTORY_FILE, LAYOUT, RunReader, read_object
 
 # The name of a run ends in a hash of the keys that its result depends on, where they differ from
 # the defaults: a key that is new in Keel changes no name.
+
 IRRELEVANT = {
     "preset",
     "output-dir",
@@ -38,7 +37,6 @@ RELEVANT_TO_SECONDS = {"device", "cache-mb"}  # and `threads`, on which the bits
 DIVERGED, FAILED = "diverged", "failed"
 NOTE = "failed"  # the folder of `Run.note_failure`, beside the run directories
 REMEDY = "remove its run directory, then run it again or restore it from an archive"  # of damage
-IN_EVERY_CONFIG = {"method", "server-optimizer", "privacy.epsilon", "num-rounds"}
 UNKNOWN = "not recorded"  # code that a manifest does not name
 
 
@@ -104,8 +102,7 @@ def name_of(config: RunConfig, is_timed: bool) -> str:
     """The name of the run with this config: method, source, seed and the hash."""
     source = config.data.source.rpartition("/")[2]
     stem = re.sub(r"[^a-z0-9]+", "-", f"{config.rounds.method}-{source}".lower())
-    seed, relevant = config.rounds.seed, identity(config.flat, is_timed)
-    return f"{stem}-seed{seed}-{hash_of(relevant)}"
+    return f"{stem}-seed{config.rounds.seed}-{hash_of(identity(config.flat, is_timed))}"
 
 
 @dataclass(frozen=True)
@@ -139,8 +136,8 @@ class Run:
 
     def attempts(self) -> list[Path]:
         """Its run directories, oldest first."""
-        found = {path.parent for path in self.folder.glob("*/config.json")}
-        return sorted((p for p in found if p.name != NOTE), key=lambda path: path.name)
+        found = (path.parent for path in self.folder.glob("*/config.json"))
+        return sorted(path for path in found if path.name != NOTE)
 
     @property
     def note(self) -> Path:
@@ -154,7 +151,7 @@ class Run:
         """
         self.note.mkdir(exist_ok=True)
         for name, content in (
-            ("manifest.json", {"code": [code_version()]}),
+            ("manifest.json", {"layout": LAYOUT, "code": [code_version()]}),
             ("config.json", {"config": dict(resolve_config(self.keys).flat), "overrides": {}}),
             ("summary.json", {"status": f"{FAILED}: {reason}"}),  # last: without it, no note
         ):
@@ -207,13 +204,11 @@ class Run:
 
     def other_default(self, directory: Path) -> str:
         """A key that had another default when this attempt was run, with both; else empty."""
-        then = identity(config_in(directory), self.is_timed)
-        defaults = default_config()
+        then = identity(RunReader(directory).config, self.is_timed)
         for key in sorted(then.keys() | self.identity.keys()):
-            before = then.get(key, defaults.get(key))
-            is_same = before == self.identity.get(key)
-            if not is_same and not (key == "evaluate-every" and self.only_last):
-                return f"{key} = {before!r}, today {self.identity.get(key)!r}"
+            before, today = then.get(key), self.identity.get(key)
+            if before != today and not (key == "evaluate-every" and self.only_last):
+                return f"{key} = {before!r}, today {today!r}"
         return ""
 
     def other_code(self, directory: Path) -> str:
@@ -266,88 +261,56 @@ def read_json(path: Path) -> dict[str, Any]:
     return read_object(path) if path.is_file() else {}
 
 
-def config_in(directory: Path) -> dict[str, Any]:
-    """The flat config in a run's config.json, as it is there. ValueError naming a damaged file."""
-    path = directory / "config.json"
-    flat = read_object(path).get("config")
-    if not isinstance(flat, dict) or IN_EVERY_CONFIG - flat.keys():
-        raise ValueError(f"{path} is damaged: its config is missing or incomplete")
-    return flat
-
-
 def status_of(directory: Path) -> str:
     """`finished`, `diverged` (values not finite or too large), `failed`; empty: can be resumed."""
-    status = str(read_json(directory / "summary.json").get("status", ""))
+    run = RunReader(directory)
+    status = str(run.summary["status"])
     if status.startswith(FAILED):
         return DIVERGED if is_divergence(status) else FAILED
-    # killed between its last summary and its manifest: a resume completes it
-    is_cut = read_json(directory / "manifest.json").get("files") == {}
-    return status if status == "finished" and not is_cut else ""
+    return "finished" if run.has_finished else ""
 
 
 def code_of(directory: Path) -> tuple[str, ...]:
     """The code that worked on the run, one `code_version` each; several after a resume."""
-    manifest = read_manifest(directory)
-    versions = manifest.get("versions", {})
-    then = code_version(versions.get("sources", UNKNOWN), versions.get("torch", UNKNOWN))
-    return tuple(manifest.get("code", [then]))  # `code` is not in manifests before 0.2
+    return tuple(RunReader(directory).manifest.get("code", [UNKNOWN]))
 
 
 def precision_of(directory: Path) -> list[str]:
     """The run's precision; where it was "auto", what that was, if this is recorded."""
-    value = config_in(directory).get("precision", "fp32")
-    return list(read_manifest(directory).get("precision", [] if value == "auto" else [value]))
+    run = RunReader(directory)
+    value = run.config["precision"]
+    return list(run.manifest.get("precision", [] if value == "auto" else [value]))
 
 
 def data_of(directory: Path) -> str:
     """The digest of the run's data; empty if it recorded none."""
-    return str(read_manifest(directory).get("data", ""))
+    return str(RunReader(directory).manifest.get("data", ""))
 
 
 @lru_cache(maxsize=4096)
 def history_in(directory: Path) -> History:
     """The history of a run that has ended.
 
-    ValueError naming the file if a line is damaged, if a round does not come after the one before
-    it, or if one is missing; and as `check_unchanged` says.
+    ValueError naming the file if it is damaged, or not as the run wrote it.
     """
-    reader = HistoryReader(directory / HISTORY_FILE)
-    reader.update()
-    if reader.faults:
-        raise ValueError(f"{directory}: {reader.faults[0]}; {REMEDY}")
-    history = History(reader.lines)
-    check_rounds(directory, history.rounds)
+    run = RunReader(directory)
+    try:
+        history = History(run.history, run.clients())
+    except ValueError as error:
+        raise ValueError(f"{error}; {REMEDY}") from error
     check_unchanged(directory)
     return history
 
 
-def check_rounds(directory: Path, rounds: Sequence[int]) -> None:
-    """ValueError if the history of a run that has ended, with these rounds, lacks one."""
-    last_round = config_in(directory)["num-rounds"] if status_of(directory) == "finished" else None
-    if fault := fault_of_rounds(rounds, last_round):
-        raise ValueError(f"{directory / HISTORY_FILE} is damaged: {fault}; {REMEDY}")
-
-
-def fault_of_rounds(rounds: Sequence[int], last_round: int | None) -> str:
-    """What is wrong with the rounds of a history; "" for nothing. last_round: if it finished."""
-    for before, after in itertools.pairwise(rounds):
-        if after <= before:
-            return f"round {after} follows round {before}"
-    if last_round is not None and list(rounds[-1:]) != [last_round]:
-        return f"round {last_round}, the last, is missing"
-    # after damage, a resumed run continues without the lost lines
-    missing = next((n for n, number in enumerate(rounds, 1) if n != number), None)
-    return "" if missing is None else f"round {missing} is missing"
-
-
 def check_unchanged(directory: Path) -> None:
     """ValueError if the history does not match its digest in the manifest."""
-    path, expected = directory / HISTORY_FILE, read_manifest(directory).get("files", {})
-    if HISTORY_FILE in expected and digest(path.read_bytes()) != expected[HISTORY_FILE]:
-        raise ValueError(
-            f"{path} was changed after the run: its digest is not the one in manifest.json; "
-            f"{REMEDY}"
-        )
+    files = RunReader(directory).manifest.get("files", {})
+    for name in files.keys() & {HISTORY_FILE, CLIENTS_FILE}:
+        if digest((directory / name).read_bytes()) != files[name]:
+            raise ValueError(
+                f"{directory / name} was changed after the run: its digest is not the one in "
+                f"manifest.json; {REMEDY}"
+            )
 
 
 def wall_seconds(directory: Path) -> float:
@@ -360,7 +323,7 @@ def machines_of(directory: Path) -> list[str]:
 
     "its clients' own" if its clients were sites, whose machines the manifest does not name.
     """
-    manifest = read_manifest(directory)
+    manifest = RunReader(directory).manifest
     if not manifest.get("simulated", True):
         return ["its clients' own"]
     versions = {"cpu": "not recorded", "gpu": "none"} | manifest.get("versions", {})

@@ -13,7 +13,7 @@ from protocol.config import resolve_config
 from protocol.options import typed
 from protocol.text import num_of
 from server_app.history import duration
-from server_app.summary import read_manifest
+from server_app.run_reader import RunReader
 
 # always shown; further keys where they differ from the paper's
 SHOWN = (
@@ -97,7 +97,7 @@ def package_sentences(results: Sequence[Result]) -> Iterator[str]:
     """The versions of Keel and of packages that the runs recorded, and the processors' features."""
     found: dict[str, dict[str, None]] = {}
     for directory in ended_in(results):
-        manifest = read_manifest(directory)
+        manifest = RunReader(directory).manifest
         for version in manifest.get("keel", ()):
             found.setdefault("keel", {})[str(version)] = None
         for name, version in manifest.get("versions", {}).items():

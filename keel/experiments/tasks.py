@@ -27,7 +27,7 @@ from flower_adapter.simulation import worker_variables
 from keel.cli.interrupts import interruptible
 from keel.deployment.cluster import check_address, cluster_nodes
 from keel.experiments.runs import REMEDY, Run
-from keel.runs import LOCK_FILE, is_locked
+from keel.runs import is_locked
 from protocol.code import code_version
 from protocol.config import RunConfig, app_folder, resolve_config
 from protocol.files import private_files
@@ -36,6 +36,7 @@ from protocol.processes import num_cores
 from protocol.ray_nodes import CPU_WORKERS, Node, living_nodes
 from protocol.ray_start import OWN_PYTHON, require_token, skip_unused_processes
 from protocol.text import in_one_line, num_of
+from server_app.run_reader import LOCK_FILE
 
 LOG_FILE = "log.txt"
 RAY_FOLDER = "keel-ray-"  # how the name of a runner's folder begins

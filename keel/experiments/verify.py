@@ -19,16 +19,14 @@ from protocol.config import config_from_json
 from protocol.files import digest
 from protocol.messages import array_record
 from protocol.text import num_of, printable
-from server_app.audit import AUDIT_FILE, audit_problem
+from server_app.audit import check_audit
 from server_app.federation import prepare
-from server_app.history import read_history, whole_lines
 from server_app.inline import simulation
 from server_app.manifest import newest_states, signed_files, versions
 from server_app.rounds import record_round, train_round
-from server_app.summary import read_config_file, read_manifest, read_run_config
+from server_app.run_reader import AUDIT_FILE, MANIFEST_FILE, SUMMARY_FILE, RunReader
 
 MAX_DIFFERENCE = 0.02  # accuracy in [0, 1]: other versions or processors, after a few rounds
-MANIFESTS = ("manifest.json", "bundle.json")  # today's name, and that of 0.1
 
 
 @dataclass(frozen=True)
@@ -45,75 +43,64 @@ def verify(folder: Path, rounds: int, console: Console) -> int:
     Of several runs, unfinished ones (such as a killed attempt beside its successor) are skipped by
     name; a single run has to be finished.
     """
-    found = (path for name in MANIFESTS for path in folder.expanduser().absolute().rglob(name))
-    directories = sorted({path.parent for path in found})
-    if not directories:
-        raise ValueError(f"{folder} has no manifest.json: it is not a run directory")
+    found = folder.expanduser().absolute().rglob(MANIFEST_FILE)
+    runs = [RunReader(path.parent) for path in sorted(found)]
+    if not runs:
+        raise ValueError(f"{folder} has no {MANIFEST_FILE}: it is not a run directory")
     num_failed = num_skipped = 0
-    for directory in directories:
-        console.print(escape(printable(str(directory))))
-        if len(directories) > 1 and (reason := unfinished(directory)):
+    for run in runs:
+        console.print(escape(printable(str(run.directory))))
+        if len(runs) > 1 and (reason := unfinished(run)):
             console.print(f"  skipped: {escape(printable(reason))}")
             num_skipped += 1
             continue
-        for check in readable_checks(directory, rounds):
+        for check in readable_checks(run, rounds):
             word = "[green]passed[/]" if check.passed else "[red]failed[/]"
             # a line of its own: files that are verified may say anything
             console.print(f"  {word} {escape(printable(check.found))}")
             num_failed += not check.passed
     skipped = f", {num_skipped} skipped" if num_skipped else ""
-    runs = num_of("run", directories)
-    console.print(f"{runs}{skipped}, {num_of('check', num_failed)} failed")
-    return 1 if num_failed or num_skipped == len(directories) else 0
+    console.print(f"{num_of('run', runs)}{skipped}, {num_of('check', num_failed)} failed")
+    return 1 if num_failed or num_skipped == len(runs) else 0
 
 
-def readable_checks(directory: Path, rounds: int) -> Iterator[Check]:
+def readable_checks(run: RunReader, rounds: int) -> Iterator[Check]:
     """`checks`, up to a file that cannot be read: the next run is verified all the same."""
     try:
-        yield from checks(directory, rounds)
-    except OSError as error:
-        yield Check(False, f"{error.filename}: {error.strerror}")
+        yield from checks(run, rounds)
+    except (ValueError, OSError) as error:
+        yield Check(False, str(error))
 
 
-def unfinished(directory: Path) -> str:
+def unfinished(run: RunReader) -> str:
     """Why the run cannot be verified; empty if it finished, or if its files were changed."""
     try:
-        manifest = read_manifest(directory)
+        if "files" not in run.manifest:
+            return "it was restored from an archive, which does not hold its files"
+        if not run.manifest["files"]:
+            return "the run has not ended: its manifest is incomplete"
+        status = str(run.summary["status"])
     except (ValueError, OSError):
         return ""  # the checks report it
-    if "files" not in manifest and not (directory / "model.safetensors").exists():
-        return "it was restored from an archive, which does not hold its files"
-    if not manifest.get("files"):
-        return "the run has not ended: its manifest is incomplete"
-    path = directory / "summary.json"
-    try:
-        summary = path.read_bytes()
-    except OSError:
-        return ""  # the checks report it
-    if digest(summary) != manifest["files"].get(path.name):
-        return ""  # likewise
-    status = json.loads(summary)["status"]
-    return "" if status == "finished" else f"the run did not finish: {status}"
+    is_changed = digest_in(run, SUMMARY_FILE) != run.manifest["files"].get(SUMMARY_FILE)
+    return "" if status == "finished" or is_changed else f"the run did not finish: {status}"
 
 
-def checks(directory: Path, rounds: int) -> Iterator[Check]:
+def digest_in(run: RunReader, name: str) -> str:
+    """The digest of one of the run's files, or "missing"."""
+    path = run.directory / name
+    return digest(path.read_bytes()) if path.is_file() else "missing"
+
+
+def checks(run: RunReader, rounds: int) -> Iterator[Check]:
     """All checks of one run, up to one without which the rest would make no sense."""
-    if reason := unfinished(directory):
+    if reason := unfinished(run):
         yield Check(False, reason)
         return
-    try:
-        manifest = read_manifest(directory, is_whole=True)
-    except ValueError as error:
-        yield Check(False, str(error))
-        return
-    yield from file_checks(directory, manifest)
-    try:
-        config = read_run_config(directory)
-    except ValueError as error:
-        yield Check(False, str(error))
-        return
+    yield from file_checks(run)
+    manifest, config = run.manifest, run.run_config
     device, absent = device_or_cpu(config.train.device)
-    used = [*machines_of(directory), machine(device)]
+    used = [*machines_of(run.directory), machine(device)]
     differing = differing_versions(manifest["versions"], versions(device), any_gpu(used))
     keel = ", then ".join(manifest.get("keel", ["not recorded"]))
     found = "; ".join(differing) or "the same here"
@@ -127,7 +114,7 @@ def checks(directory: Path, rounds: int) -> Iterator[Check]:
         yield Check(True, f"{absent}: replayed on the CPU")
     try:
         name = "cpu" if absent else config.train.device
-        yield from replay_checks(directory, manifest, rounds, not differing, name)
+        yield from replay_checks(run, rounds, not differing, name)
     except (ValueError, OSError, RuntimeError) as error:
         yield Check(False, f"the replay failed: {error}")
 
@@ -153,30 +140,29 @@ def differing_versions(
     ]
 
 
-def file_checks(directory: Path, manifest: Mapping[str, Any]) -> Iterator[Check]:
+def file_checks(run: RunReader) -> Iterator[Check]:
     """The files have the digests that the run recorded."""
+    manifest = run.manifest
     for name in signed_files:
-        path = directory / name
-        actual = digest(path.read_bytes()) if path.is_file() else "missing"
-        expected = manifest["files"].get(name)
+        actual, expected = digest_in(run, name), manifest["files"].get(name)
         passed = actual == expected
         yield Check(passed, f"{name}: {actual}" + ("" if passed else f", expected {expected}"))
-    if "audit" in manifest:  # not before 0.2
-        problem = audit_problem(directory, manifest["audit"])
-        yield Check(not problem, problem or f"{AUDIT_FILE}: {manifest['audit']['lines']} lines")
+    try:
+        yield Check(True, f"{AUDIT_FILE}: {check_audit(run)} lines")
+    except ValueError as error:
+        yield Check(False, str(error))
     kept = manifest.get("kept", {})
     if kept:
-        last_round = max((line["round"] for line in whole_lines(directory)[0]), default=0)
-        used = newest_states(directory, last_round)  # by `keel predict`
+        used = newest_states(run.directory, run.last_round)  # by `keel predict`
         wrong = [
             f"clients/{client}/{name}"
             for client, name in sorted({*kept.items(), *used.items()})
-            if kept.get(client) != name or not is_intact(directory / "clients" / client / name)
+            if kept.get(client) != name or not is_intact(run.directory / "clients" / client / name)
         ]
         found = f"missing, damaged or added: {', '.join(wrong)}" if wrong else "unchanged"
         yield Check(not wrong, f"state of {num_of('client', kept)}: {found}")
     if checkpoint := manifest.get("checkpoint"):  # with the heads that FedPAC's server makes
-        passed = is_intact(directory / "checkpoints" / checkpoint)
+        passed = is_intact(run.directory / "checkpoints" / checkpoint)
         found = "unchanged" if passed else "missing or damaged"
         yield Check(passed, f"checkpoints/{checkpoint}: {found}")
 
@@ -186,28 +172,24 @@ def is_intact(version: Path) -> bool:
     return version.is_file() and digest(version.read_bytes()) in version.name
 
 
-def replay_checks(
-    directory: Path, manifest: Mapping[str, Any], rounds: int, is_same_setup: bool, device: str
-) -> Iterator[Check]:
+def replay_checks(run: RunReader, rounds: int, is_same_setup: bool, device: str) -> Iterator[Check]:
     """The split and the first rounds, replayed: bit-identical, or with similar accuracies."""
-    saved, overrides = read_config_file(directory)
-    history = {line["round"]: line for line in read_history(directory)}  # damage may leave gaps
+    manifest = run.manifest
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as held:
         own = {"output-dir": scratch, "resume": "", "device": device}
-        config = config_from_json(json.dumps({**saved, **own}))
+        config = config_from_json(json.dumps({**run.config, **own}))
         grid = simulation(manifest["clients"])
-        run = prepare(grid, config, {**overrides, **own}, None, held)
-        replay = read_manifest(run.directory.path)
+        again = prepare(grid, config, {**run.overrides, **own}, None, held)
+        replay = RunReader(again.directory.path).manifest
         for key in ("data", "split"):
-            then = manifest.get(key, replay[key])  # 0.1 recorded no data
+            then = manifest[key]
             expected = "" if replay[key] == then else f", expected {then}"
             yield Check(replay[key] == then, f"{key}: {replay[key]}{expected}")
-        arrays = array_record(run.start.arrays)
-        for number in range(1, min(rounds, max(history, default=0)) + 1):
-            trained = train_round(run, number, arrays)
-            arrays, ours = trained.arrays, record_round(run, trained)
-            replay = read_manifest(run.directory.path)
-            line = history.get(number, {"round": number})
+        arrays = array_record(again.start.arrays)
+        for line in run.history[:rounds]:
+            trained = train_round(again, line["round"], arrays)
+            arrays, ours = trained.arrays, record_round(again, trained)
+            replay = RunReader(again.directory.path).manifest
             yield round_check(line, ours, manifest, replay, is_same_setup)
 
 

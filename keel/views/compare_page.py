@@ -10,18 +10,17 @@ from keel.runs import FINISHED, differing_keys, uses
 from keel.views.charts import PALETTE, Curve, Figure, curves, smoothed
 from keel.views.exports import csv_text, latex, latex_table
 from keel.views.run_page import BYTES_DOWN, BYTES_UP, points_of, seconds_of
-from keel.views.store import NOT_A_SETTING, Entry, number, text_of
+from keel.views.store import NOT_A_SETTING, Entry, History, number, text_of
 from protocol.catalogue import method_names
 from protocol.options import typed
-from server_app.history import CURVES, HistoryReader, Line
-from server_app.summary import HEADLINE
+from server_app.history import CURVES, HEADLINE, Line
 
 MAX_RUNS = 120
 AXES = {"round": "round", "bytes": "MB sent and received", "seconds": "seconds"}
 HEADLINE_CHOICE = "headline"
 MAX_LABEL_KEYS = 4
 
-Run = tuple[Entry, HistoryReader]
+Run = tuple[Entry, History]
 
 
 @dataclass(frozen=True)

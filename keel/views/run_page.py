@@ -1,13 +1,13 @@
 """What the page of one run shows: its figures and tables, from its files as they are now."""
 
+import json
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from itertools import compress
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from keel.runs import FINISHED, RUNNING, uses
+from keel.runs import RUNNING, uses
 from keel.views.charts import (
     MAX_NAME,
     Curve,
@@ -19,25 +19,26 @@ from keel.views.charts import (
     stacked,
 )
 from keel.views.store import (
-    LOG_FILE,
+    ANYTHING,
     MAX_BYTES,
     MAX_NUMBER,
-    ROSTER_FILE,
     Entry,
+    History,
     last_lines,
     number,
     read_json,
     text_of,
 )
 from protocol.options import typed
-from server_app.history import CURVES, PER_CLIENT, HistoryReader, Line, duration
-from server_app.summary import lacking_rounds, lost_rounds
+from server_app.history import CURVES, Line, duration
+from server_app.run_reader import CLIENTS_FILE, LOG_FILE, ROSTER_FILE
 
-MAX_ROUNDS = 40  # columns of the clients' heat map: each costs the reading of a whole line
+MAX_ROUNDS = 40  # columns of the clients' heat map
 MAX_CLIENTS = 40  # its rows: the worst
 MIN_HEIGHT = 320  # pixels of a chart, as in page.css
 MAX_EVENTS = 200  # rows of the table of clients left out
 MAX_LOG_LINES = 200  # the last
+MAX_TAIL = 4 << 20  # bytes of clients.jsonl in which the last events are looked for
 RECENT = 50  # rounds whose mean gives the time left
 MAX_COUNT = 1 << 53  # samples that a float counts exactly
 MAX_SPLIT = 250  # columns of the label distribution: with more clients, several share one
@@ -53,7 +54,7 @@ SPREAD = {
 WHOSE = {"local_global": "global model", "personal": "personal models"}
 
 
-def progress(entry: Entry, reader: HistoryReader) -> dict[str, Any]:
+def progress(entry: Entry, reader: History) -> dict[str, Any]:
     """Rounds done and to do, faults, seconds spent and left, and last accuracies in [0, 1]."""
     lines = reader.lines
     done = lines[-1]["round"] if lines else 0
@@ -69,10 +70,9 @@ def progress(entry: Entry, reader: HistoryReader) -> dict[str, Any]:
         if points:
             best = max(value for _, value in points)
             accuracies.append((description, points[-1][1], best, points[-1][0]))
-    lost = lost_rounds(entry.directory, done, total) if entry.state == FINISHED else ""
     return {
         "done": done,
-        "faults": [*reader.faults, *filter(None, [lost, lacking_rounds(lines)])],
+        "faults": [reader.fault] if reader.fault else [],
         "total": total,
         "spent": duration(sum(seconds)),
         "left": left,
@@ -104,7 +104,7 @@ def curve_of(lines: Sequence[Line], key: str, name: str, text: str, factor: floa
     return Curve(text, [r for r, _ in points], [factor * v for _, v in points])
 
 
-def main_charts(reader: HistoryReader) -> dict[str, Figure]:
+def main_charts(reader: History) -> dict[str, Figure]:
     """The charts that need no line as a whole."""
     lines = reader.lines
     accuracy = [curve_of(lines, *each, factor=100) for each in CURVES]
@@ -160,43 +160,47 @@ def trouble(lines: Sequence[Line]) -> Figure:
             "failed or no reply": failed,
             "late replies": [line["num_late"] for line in lines],
             "away or in backoff": [line["num_backed_off"] for line in lines],
-            "not evaluated": [line["num_evaluation_left_out"] for line in lines],
+            "not evaluated": [line.get("num_evaluation_left_out", 0) for line in lines],
         },
         "round",
         "clients",
     )
 
 
-def events(lines: Sequence[Line]) -> tuple[list[tuple[int, str, str, str]], int]:
-    """(the last events: round, client, what, reason; the number of all)."""
+def events(entry: Entry, lines: Sequence[Line]) -> tuple[list[tuple[int, str, str, str]], int]:
+    """(the last events: round, client, what, reason; the number of all in these lines)."""
     found: list[tuple[int, str, str, str]] = []
     kinds = ("num_left_out", "num_late", "num_backed_off", "num_evaluation_left_out")
-    nums = [sum(map(line.__getitem__, kinds)) for line in lines]
-    for line in reversed(list(compress(lines, nums))):
-        if len(found) >= MAX_EVENTS:
+    total = sum(line.get(kind, 0) for line in lines for kind in kinds)
+    tail = last_lines(entry.directory / CLIENTS_FILE, MAX_TAIL) if total else []
+    for text in reversed(tail):
+        try:
+            line = json.loads(text)
+            number_ = line["round"]
+        except ANYTHING:  # cut at its beginning, or being written
+            continue
+        if len(found) >= MAX_EVENTS or number_ < lines[0]["round"]:
             break
         for key, what in (("left_out", "left out"), ("evaluation_left_out", "not evaluated")):
-            reasons = line.get(key) or {}
-            if isinstance(reasons, Mapping):
-                for client, why in reasons.items():
-                    found.append((line["round"], text_of(client, 80), what, text_of(why)))
-        for late in line.get("late") or ():
-            found.append((line["round"], "", "late", text_of(late)))
-        for client in line.get("backed_off") or ():
-            found.append((line["round"], text_of(client, 80), "not sampled", "away or in backoff"))
-    return found[:MAX_EVENTS], sum(nums)
+            for client, why in line.get(key, {}).items():
+                found.append((number_, text_of(client, 80), what, text_of(why)))
+        for late in line["late"]:
+            found.append((number_, "", "late", text_of(late)))
+        for client in line["backed_off"]:
+            found.append((number_, text_of(client, 80), "not sampled", "away or in backoff"))
+    return found[:MAX_EVENTS], total
 
 
-def client_charts(reader: HistoryReader) -> dict[str, Figure]:
+def client_charts(reader: History) -> dict[str, Figure]:
     """Accuracy on each client's local test part: over rounds, and how it is spread."""
     figures: dict[str, Figure] = {}
-    for key in PER_CLIENT:
-        measured = [i for i, line in enumerate(reader.lines) if isinstance(line.get(key), Mapping)]
-        step = max(1, -(-len(measured) // MAX_ROUNDS))
-        by_round: dict[int, Mapping[str, float]] = {}  # client to accuracy
-        for i in measured[::-step][::-1]:  # every step-th, the last among them
-            if found := accuracies_in(reader.full(i), key):
-                by_round[reader.lines[i]["round"]] = found
+    shown = {key: rounds_shown(reader.lines, key) for key in WHOSE}
+    accuracies: dict[str, dict[int, Mapping[str, float]]] = {key: {} for key in WHOSE}
+    for line in reader.clients():
+        for key, rounds in shown.items():
+            if line["round"] in rounds:
+                accuracies[key][line["round"]] = accuracies_in(line, key)
+    for key, by_round in accuracies.items():
         if not by_round:
             continue
         rounds = list(by_round)
@@ -237,20 +241,22 @@ def quantile(ascending: Sequence[float], share: float) -> float:
     return below + place % 1 * (ascending[math.ceil(place)] - below)
 
 
-def coming_charts(reader: HistoryReader) -> list[str]:
+def rounds_shown(lines: Sequence[Line], key: str) -> set[int]:
+    """The last round in which the clients' accuracies were measured, and others between."""
+    measured = [line["round"] for line in lines if key in line]
+    step = max(1, -(-len(measured) // MAX_ROUNDS))
+    return set(measured[::-step])
+
+
+def coming_charts(reader: History) -> list[str]:
     """Names of the charts that `client_charts` returns; a page leaves room for them until then."""
-    found = []
-    for key in PER_CLIENT:
-        measured = [i for i, line in enumerate(reader.lines) if isinstance(line.get(key), Mapping)]
-        if measured and accuracies_in(reader.full(measured[-1]), key):
-            found += [f"{kind}-{key}" for kind in ("clients", "spread", "histogram")]
-    return found
+    keys = [key for key in WHOSE if any(key in line for line in reader.lines)]
+    return [f"{kind}-{key}" for key in keys for kind in ("clients", "spread", "histogram")]
 
 
 def accuracies_in(line: Line, key: str) -> Mapping[str, float]:
-    """Client to accuracy in [0, 1], in one whole line."""
-    part = line.get(key)
-    found = part.get("clients") if isinstance(part, Mapping) else None
+    """Client to accuracy in [0, 1], in a line of clients.jsonl."""
+    found = line.get(key)
     if not isinstance(found, Mapping):
         return {}
     if set(map(type, found.values())) == {float} and sum(map(abs, found.values())) <= MAX_NUMBER:
@@ -355,61 +361,47 @@ def as_words(value: Any) -> str:
 
 
 class Sites:
-    """What a history says of each site, over all rounds; `update` reads only what is new.
+    """What the rounds say of each site.
 
     last_round: the last in which it took part. reset: the last in which a reset was needed.
     trouble: of the last, (round, what, reason). away: the newest round's.
     """
 
-    def __init__(self) -> None:
-        self.generation = -1  # of the reader
-        self._restart()
-
-    def _restart(self) -> None:
-        self.num_read = 0
+    def __init__(self, lines: Iterable[Line]) -> None:
         self.last_round: Counter[str] = Counter()
         self.reset: Counter[str] = Counter()
         self.trouble: dict[str, tuple[int, str, str]] = {}
         self.away: set[str] = set()
-        self.are_resets_recorded = False
+        for line in lines:
+            self._add(line)
 
-    def update(self, reader: HistoryReader) -> None:
-        """Read the new lines, or all of a replaced history."""
-        if self.generation != reader.generation:
-            self._restart()
-        self.generation = reader.generation
-        while self.num_read < len(reader.lines):
-            line = reader.full(self.num_read)
-            self.num_read += 1  # a line that cannot be understood is not read again
-            for client in line.get("participants") or ():
-                self.last_round[str(client)] = line["round"]
-            for key, what in (("evaluation_left_out", "not evaluated"), ("left_out", "left out")):
-                for client, why in (line.get(key) or {}).items():
-                    self.trouble[client] = (line["round"], what, text_of(why))
-            for client, state_round in (line.get("old_state") or {}).items():
-                why = f"trained from old client state, of round {text_of(state_round)}"
-                self.trouble[client] = (line["round"], "", why)
-            for client in line.get("reset_needed") or ():
-                self.reset[str(client)] = line["round"]
-            self.are_resets_recorded |= "reset_needed" in line
-            self.away = {str(client) for client in line.get("backed_off") or ()}
+    def _add(self, line: Line) -> None:
+        number_ = line["round"]
+        for client in line["participants"]:
+            self.last_round[client] = number_
+        for key, what in (("evaluation_left_out", "not evaluated"), ("left_out", "left out")):
+            for client, why in line.get(key, {}).items():
+                self.trouble[client] = (number_, what, text_of(why))
+        for client, state_round in line.get("old_state", {}).items():
+            why = f"trained from old client state, of round {state_round}"
+            self.trouble[client] = (number_, "", why)
+        for client in line["reset_needed"]:
+            self.reset[client] = number_
+        self.away = set(line["backed_off"])
 
 
 def site_rows(
     entry: Entry,
-    reader: HistoryReader,
+    reader: History,
     online: Mapping[int, str] | None,
-    sites: Sites | None = None,
 ) -> list[dict[str, str]]:
     """A row for each site of a deployment's run. online: node id to status.
 
-    Without `online`, a site's connection is as the newest round found it. sites: what an earlier
-    call with the same reader has read.
+    Without `online`, a site's connection is as the newest round found it.
     """
     roster = read_json(entry.directory / ROSTER_FILE, MAX_BYTES[ROSTER_FILE])
     rows = [row for row in roster if isinstance(row, Mapping)] if isinstance(roster, list) else []
-    sites = sites or Sites()
-    sites.update(reader)
+    sites = Sites(reader.clients())
     found = []
     for row in rows:
         client = str(row.get("client"))
@@ -429,7 +421,7 @@ def site_rows(
                 "site": text_of(client, 80),
                 "connected": connected,
                 "last round": str(last or "–"),
-                "pending reset": needs_reset if sites.are_resets_recorded else "not recorded",
+                "pending reset": needs_reset,
                 "keel": text_of(row.get("keel"), 40),
                 "flwr, torch": text_of(row.get("versions"), 80),
                 "model": text_of(row.get("model"), 60),

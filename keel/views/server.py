@@ -12,12 +12,10 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
-from weakref import WeakKeyDictionary
 
 import jinja2
 import uvicorn
@@ -27,14 +25,13 @@ from markupsafe import Markup
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from keel.runs import DAMAGE, FINISHED, INTERRUPTED, RUNNING, STARTING
+from keel.runs import FINISHED, INTERRUPTED, RUNNING, STARTING
 from keel.views import compare_page, run_page
 from keel.views.charts import static_file
 from keel.views.compare_page import View, grouped, view_of
-from keel.views.store import Entry, Store, number, text_of
+from keel.views.store import ANYTHING, Entry, Store, number, text_of
 from protocol.config import keel_version
 from protocol.files import digest
-from server_app.history import HistoryReader
 
 LOCAL_HOSTS = {"127.0.0.1", "localhost", "::1"}
 STATIC = ("page.css", "page.js", "tables.js", "charts.js", "plotly.js")
@@ -221,10 +218,10 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
         with store.lock:
             reader, state = store.history(entry), entry.state
             log, pictures = run_page.log_tail(entry), run_page.pictures(entry)
-            now = digest_of((state, reader.version, log, pictures, entry.summary))
+            now = digest_of((state, reader.version, reader.fault, log, pictures, entry.summary))
             if now == version:  # before what takes seconds with 100,000 rounds
                 return unchanged()
-            found, total = run_page.events(reader.lines)
+            found, total = run_page.events(entry, reader.lines)
             content = {
                 "entry": entry,
                 "state": state,
@@ -239,9 +236,7 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
             parts = ("status", "events", "privacy", "log", "pictures")
             html = {p: pages.get_template(f"run_{p}.html.j2").render(content) for p in parts}
             charts = run_page.main_charts(reader)
-            coming: list[str] = []
-            with suppress(*DAMAGE):
-                coming = [] if entry.problem else run_page.coming_charts(reader)
+            coming = [] if entry.problem else run_page.coming_charts(reader)
             return JSONResponse({"version": now, "html": html, "charts": charts, "coming": coming})
 
     @app.get("/run/{run_id}/clients")
@@ -252,9 +247,7 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
             now = digest_of(reader.version)
             if now == version:
                 return unchanged()
-            charts: dict[str, Any] = {}
-            with suppress(*DAMAGE):  # if it was replaced meanwhile, the next look reads the new one
-                charts = {} if entry.problem else run_page.client_charts(reader)
+            charts = {} if entry.problem else run_page.client_charts(reader)
             return JSONResponse({"version": now, "charts": charts})
 
     @app.get("/run/{run_id}/labels")
@@ -327,8 +320,6 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
 
     # --- deployment ---------------------------------------------------------------------------
 
-    seen: WeakKeyDictionary[HistoryReader, run_page.Sites] = WeakKeyDictionary()
-
     def sites() -> dict[str, Any]:
         found: list[tuple[Entry, str, list[dict[str, str]]]] = []
         online = nodes.online if nodes else None
@@ -336,10 +327,8 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
             if entry.problem or len(found) == MAX_DEPLOYMENTS or entry.is_simulated:
                 continue
             try:
-                reader = store.history(entry)
-                known = seen.setdefault(reader, run_page.Sites())
-                rows = run_page.site_rows(entry, reader, online, known)
-            except DAMAGE as error:
+                rows = run_page.site_rows(entry, store.history(entry), online)
+            except ANYTHING as error:
                 rows = [{"site": f"cannot be read: {text_of(error)}"}]
             if rows:
                 found.append((entry, entry.state, rows))
@@ -396,8 +385,6 @@ def run_rows(store: Store) -> list[dict[str, Any]]:
         done, *accuracies = (number(summary.get(key)) for key in RESULTS)
         if state != RUNNING and not entry.problem and summary.get("status") in UNENDED:
             done, *accuracies = entry.measured
-        if lost := entry.lost_rounds:
-            state = f"damaged: {lost}"
         rows.append(
             {
                 "id": entry.id,

@@ -4,10 +4,11 @@ A run directory may hold anything: what is damaged, too large, or no plain file 
 is named in the run's `problem`. A page reaches a run by its id, which is a digest and no path.
 """
 
+import json
 import os
 import stat
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,13 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from keel.runs import (
-    CONFIG_FILE,
-    DAMAGE,
-    FINISHED,
     INTERRUPTED,
-    LOCK_FILE,
     RUNNING,
     STARTING,
+    UNREADABLE,
     SavedRun,
     is_locked,
     short_source,
@@ -29,18 +27,28 @@ from keel.runs import (
 )
 from protocol.files import digest
 from protocol.text import in_one_line
-from server_app.history import HISTORY_FILE, HistoryReader, curve, load_json, parsed_line
-from server_app.summary import HEADLINE, SUMMARY_FILE, lost_rounds
+from server_app.history import HEADLINE, Line, curve
+from server_app.run_reader import (
+    AUDIT_FILE,
+    CLIENTS_FILE,
+    CONFIG_FILE,
+    DAMAGE,
+    HISTORY_FILE,
+    LOCK_FILE,
+    LOG_FILE,
+    MANIFEST_FILE,
+    ROSTER_FILE,
+    SUMMARY_FILE,
+    HistoryFollower,
+    read_lines,
+)
 
-ROSTER_FILE, LOG_FILE, AUDIT_FILE = "roster.json", "run.log", "audit.jsonl"
-MANIFEST_FILE = "manifest.json"
 READ_FILES = (CONFIG_FILE, SUMMARY_FILE, HISTORY_FILE, MANIFEST_FILE)  # by `read_entry`
-FILES = (*READ_FILES, ROSTER_FILE, LOG_FILE, AUDIT_FILE, LOCK_FILE)
+FILES = (*READ_FILES, CLIENTS_FILE, ROSTER_FILE, LOG_FILE, AUDIT_FILE, LOCK_FILE)
 MAX_BYTES = {CONFIG_FILE: 1 << 20, SUMMARY_FILE: 4 << 20, ROSTER_FILE: 128 << 20}
 MAX_BYTES[MANIFEST_FILE] = MAX_BYTES[ROSTER_FILE]
 MAX_NUMBER = 1e100  # of larger ones, sums and squares may be infinite
 MAX_STATE = 2000  # characters: a failed run's reason names what to do at its end
-MAX_TAIL = 1 << 16  # bytes of a history in which its last line is looked for
 MAX_READERS = 128  # histories held at a time
 # runs; KEEL_HOME; an experiments folder; several of those
 PATTERNS = ("*", "runs/*", "runs/*/*", "*/runs/*/*")
@@ -52,7 +60,7 @@ NOT_A_SETTING = {
     "resume",
     "tracker",
 }
-ANYTHING = (*DAMAGE, RecursionError)  # raised by the content of a file
+ANYTHING = (OSError, *DAMAGE)  # raised by the content of a file
 text_of = in_one_line  # any value as one printable line
 Stamp = tuple[tuple[int, ...], str]  # of a run's files, as `Store._stamp` returns it
 
@@ -98,25 +106,11 @@ class Entry:
 
         The summary of a run that was killed may be some rounds older.
         """
-        reader = HistoryReader(self.directory / HISTORY_FILE)
-        with suppress(OSError):
-            reader.update()
+        reader = History(self.directory / HISTORY_FILE)
+        reader.look()
         points = next((p for pair in HEADLINE if (p := curve(reader.lines, *pair))), [])
         values = [value for _, value in points]
-        done = reader.lines[-1]["round"] if reader.lines else 0
-        return done, values[-1] if values else None, max(values, default=None)
-
-    @cached_property
-    def lost_rounds(self) -> str:
-        """A sentence if the run has finished but its history ends earlier; "" otherwise."""
-        total = number(self.config.get("num-rounds"))
-        if self.problem or self.status != FINISHED or not total:
-            return ""
-        try:  # the end of the file tells it, unless that is damaged or one very long line
-            done = parsed_line(last_lines(self.directory / HISTORY_FILE, MAX_TAIL)[-1])["round"]
-        except (*ANYTHING, IndexError):
-            done = self.measured[0]
-        return lost_rounds(self.directory, done, int(total))
+        return len(reader.lines), values[-1] if values else None, max(values, default=None)
 
     @cached_property
     def split(self) -> str:
@@ -141,6 +135,27 @@ class Entry:
         return f"{self.config.get('method', '?')}{server}"
 
 
+class History(HistoryFollower):
+    """The history of a run that is shown. fault: why the rest of it cannot be read, or ""."""
+
+    fault = ""
+
+    def look(self) -> None:
+        """Read what is new, up to what cannot be read."""
+        self.fault = ""
+        try:
+            self.update()
+        except UNREADABLE as error:
+            self.fault = in_one_line(str(error).removeprefix(f"{self.path.parent}/"))
+
+    def clients(self) -> Iterator[Line]:
+        """What the rounds say of single clients, read one by one, up to what cannot be read."""
+        with suppress(*UNREADABLE):
+            for line in read_lines(self.path.with_name(CLIENTS_FILE)):
+                if line["round"] <= len(self.lines):
+                    yield line
+
+
 def number(value: Any) -> float | None:
     """A float of at most MAX_NUMBER, or None for anything else: files may hold anything."""
     if type(value) is float and -MAX_NUMBER <= value <= MAX_NUMBER:
@@ -157,7 +172,7 @@ class Store:
         self.roots = [root.absolute() for root in roots]
         self.lock = threading.RLock()
         self._entries: dict[str, tuple[Stamp, Entry]] = {}
-        self._readers: dict[str, HistoryReader] = {}
+        self._readers: dict[str, History] = {}
 
     def runs(self) -> dict[str, Entry]:
         """Id to run of everything below the roots, the last changed first."""
@@ -227,19 +242,15 @@ class Store:
             self._entries[run_id] = self._looked_up(run_id, known[1].directory)
             return self._entries[run_id][1]
 
-    def history(self, entry: Entry) -> HistoryReader:
+    def history(self, entry: Entry) -> History:
         """The run's history, up to date."""
         with self.lock:
-            reader = self._readers.pop(entry.id, None)
-            reader = reader or HistoryReader(entry.directory / HISTORY_FILE)
+            reader = self._readers.pop(entry.id, None) or History(entry.directory / HISTORY_FILE)
             self._readers[entry.id] = reader
             while len(self._readers) > MAX_READERS:
                 self._readers.pop(next(iter(self._readers)))
             if not entry.problem:
-                try:
-                    reader.update()
-                except OSError as error:
-                    reader.faults = [f"{HISTORY_FILE} is unreadable: {error.strerror}"]
+                reader.look()
             return reader
 
 
@@ -253,11 +264,9 @@ def read_entry(run_id: str, directory: Path, problem: str = "") -> Entry:
         if problem:
             return Entry(run_id, name, directory, problem=problem, changed=changed)
         config, overrides = run.config, run.overrides
-        summary = run.summary if isinstance(run.summary, dict) else {}
-        status = run.state
+        summary, status = run.summary, run.state
     except ANYTHING as error:
-        fault = str(error).removeprefix(f"{directory / CONFIG_FILE} is damaged or incomplete: ")
-        problem = f"{CONFIG_FILE} is damaged: {text_of(fault, 160)}"
+        problem = text_of(str(error).removeprefix(f"{directory}/"), 200)
         return Entry(run_id, name, directory, problem=problem, changed=changed)
     if status == RUNNING:  # `state` checks whether it still is
         saved = str(summary.get("status", INTERRUPTED))
@@ -272,7 +281,7 @@ def read_json(path: Path, max_bytes: int) -> Any:
     try:
         about = path.lstat()
         if stat.S_ISREG(about.st_mode) and about.st_size <= max_bytes:
-            return load_json(path.read_bytes())
+            return json.loads(path.read_bytes())
     except ANYTHING:
         pass
     return None

@@ -13,12 +13,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from keel.runs import COLOURS, CONFIG_FILE, RUNNING
+from keel.runs import COLOURS, RUNNING
 from keel.tables import terminal_console
 from keel.views.run_page import events, points_of, progress
-from keel.views.store import AUDIT_FILE, Entry, Store, last_lines, text_of
+from keel.views.store import Entry, History, Store, last_lines, text_of
 from protocol.text import num_of
-from server_app.history import CURVES, HistoryReader, Line
+from server_app.history import CURVES, Line
+from server_app.run_reader import AUDIT_FILE, CONFIG_FILE
 
 POLL_S = 0.5
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -54,7 +55,7 @@ def clients_at_work(directory: Path, done: int) -> tuple[int, list[str]]:
     return 0, []
 
 
-def frame(entry: Entry, reader: HistoryReader, width: int) -> Group:
+def frame(entry: Entry, reader: History, width: int) -> Group:
     """The run as it is now, for a terminal of `width` columns."""
     lines, now = reader.lines, progress(entry, reader)
     state = entry.state
@@ -87,7 +88,7 @@ def frame(entry: Entry, reader: HistoryReader, width: int) -> Group:
         more = f" and {len(clients) - MAX_CLIENTS} more" if len(clients) > MAX_CLIENTS else ""
         names = ", ".join(clients[:MAX_CLIENTS])
         body.append(Text(f"round {number}, {num_of('client', clients)} at work: {names}{more}"))
-    found, total = events(lines[-20:])
+    found, total = events(entry, lines[-20:])
     for number, client, what, reason in found[:MAX_EVENTS]:
         whom = " ".join(filter(None, (client, what)))
         body.append(Text(f"round {number}: {whom}: {reason}", "yellow"))

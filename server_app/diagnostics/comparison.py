@@ -194,9 +194,15 @@ class Comparison:
 
 
 def summary(each: Mapping[str, float | None]) -> Numbers:
-    """Mean and variance over the clients that have a finite value, and every client's value."""
-    finite = [value for value in each.values() if value is not None and math.isfinite(value)]
+    """Mean, variance, lowest and highest of the finite values, and every client's value."""
     if not each:
         return {}
+    finite = [value for value in each.values() if value is not None and math.isfinite(value)]
     mean, variance = mean_and_variance(finite) if finite else (None, None)
-    return {"mean": mean, "variance": variance, "clients": dict(sorted(each.items()))}
+    return {
+        "mean": mean,
+        "variance": variance,
+        "lowest": min(finite, default=None),
+        "highest": max(finite, default=None),
+        "clients": dict(sorted(each.items())),
+    }

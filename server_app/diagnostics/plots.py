@@ -53,9 +53,8 @@ def plot_rounds(history: Sequence[Mapping[str, Any]], title: str, folder: Path) 
         if of_clients:
             x = [r for r, _ in of_clients]
             means = [about["mean"] for _, about in of_clients]
-            each = [list(known(a["clients"]).values()) for _, a in of_clients]
             [line] = axes.plot(x, means, marker=marker, ms=3, label="clients: mean")
-            lows, highs = [min(v) for v in each], [max(v) for v in each]
+            lows, highs = ([about[end] for _, about in of_clients] for end in ("lowest", "highest"))
             band = "clients: lowest to highest"
             axes.fill_between(x, lows, highs, alpha=0.2, color=line.get_color(), label=band)
         of_global = [(r, a["global"]) for r, a in points if a.get("global") is not None]

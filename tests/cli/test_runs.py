@@ -35,10 +35,9 @@ from keel.cli.runs import PLACES, is_flower, status_lines
 from keel.deployment.simulation import MARK, engine_folder
 from keel.runs import SavedRun, all_runs, differing_keys, find_run, is_locked, lock_holder
 from protocol.config import app_folder
-from server_app.history import append_history, read_history
+from server_app.load_model import load_model
 from server_app.run_directory import RunDirectory, read_arrays, save_arrays
-from server_app.trained import load_model
-from tests.tools.run_directories import line_of, make_run
+from tests.tools.run_directories import append_round, line_of, make_run
 
 quick = {"local-epochs": 0, "num-rounds": 2}
 
@@ -490,7 +489,7 @@ def test_a_runs_files_send_the_terminal_no_control_characters(two, capsys, monke
     (one / "config.json").write_text(json.dumps(config))
     (one / "summary.json").write_text(json.dumps({"status": hostile, "num_rounds": 2}))
     line = LINE | {"round": 3, "left_out": {hostile: hostile}, "backed_off": [hostile]}
-    append_history(one / "history.jsonl", line)
+    append_round(one, line)
     one.rename(two / f"one{hostile}")
     for command in (["list"], ["status", "one"], ["compare", "one", "other"], ["stop", "one"]):
         main(command)
@@ -866,7 +865,7 @@ def test_a_run_exports_as_csv(trained, tmp_path, capsys):
 def test_the_csv_has_an_evaluation_s_bytes_and_no_loss_that_is_not_finite(tmp_path):
     run, path = make_run(tmp_path / "a", {"method": "fedavg"}, 1), tmp_path / "run.csv"
     more = {"evaluation_bytes_down": 7, "global": {"accuracy": 0.1, "loss": math.nan}}
-    append_history(run / "history.jsonl", line_of(2, random.Random(0)) | more)
+    append_round(run, line_of(2, random.Random(0)) | more)
     assert main(["export", str(run), "--to", "csv", "-o", str(path)]) == 0
     with path.open() as file:
         first, second = csv.DictReader(file)
@@ -877,7 +876,7 @@ def test_the_csv_has_an_evaluation_s_bytes_and_no_loss_that_is_not_finite(tmp_pa
 def test_the_csv_of_a_run_from_elsewhere_has_no_formula(tmp_path):
     run, path = make_run(tmp_path / "a", {"method": "fedavg"}, 1), tmp_path / "run.csv"
     losses = {"losses": {"supervised": "=HYPERLINK(1)", "penalty": -0.5}}
-    append_history(run / "history.jsonl", line_of(2, random.Random(0)) | losses)
+    append_round(run, line_of(2, random.Random(0)) | losses)
     assert main(["export", str(run), "--to", "csv", "-o", str(path)]) == 0
     with path.open() as file:
         _, row = csv.DictReader(file)

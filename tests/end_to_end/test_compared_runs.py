@@ -21,8 +21,8 @@ from protocol.config import resolve_config
 from protocol.messages import tensors
 from server_app.checks import config_warnings
 from server_app.inline import run_inline
+from server_app.load_model import load_model
 from server_app.run_directory import RunDirectory
-from server_app.trained import load_model
 
 BASE = {
     "source": "digits",

@@ -23,9 +23,9 @@ from keel.experiments.verify import checks, unfinished, verify
 from protocol.code import sources_digest
 from protocol.config import keel_version, resolve_config
 from protocol.files import digest
+from server_app.load_model import load_model
 from server_app.manifest import begin_manifest, versions
 from server_app.summary import read_manifest
-from server_app.trained import load_model
 
 MISSING = object()
 keys = {"source": "digits", "model": "cnn-fedreco", "num-clients": 4}

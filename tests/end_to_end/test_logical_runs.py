@@ -37,11 +37,11 @@ from protocol.config import resolve_config
 from protocol.messages import tensors
 from server_app.exchange import Exchange
 from server_app.inline import InlineGrid, run_inline
+from server_app.load_model import load_model
 from server_app.observers import RunObserver
 from server_app.rounds import Run, note_scores, note_trained
 from server_app.run_directory import RunDirectory
 from server_app.simulated_roster import ByName
-from server_app.trained import load_model
 from strategies.aggregation import RunningMean
 from strategies.average import TooFewRepliesError
 from strategies.fedpac import FedPACServer

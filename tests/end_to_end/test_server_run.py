@@ -58,13 +58,13 @@ from keel.runs import find_run
 from protocol.config import default_config, resolve_config
 from protocol.messages import TrainReply
 from protocol.seeds import seed_of
-from server_app.history import Line, append_history
+from server_app.history import Line
 from server_app.inline import InlineGrid, run_inline
+from server_app.load_model import load_model
 from server_app.observers import RunObserver
 from server_app.rounds import DivergedError
 from server_app.run_directory import Checkpoint, RunDirectory, new_run_directory, read_arrays
 from server_app.summary import read_manifest, remove_state
-from server_app.trained import load_model
 from strategies.average import Average, TooFewRepliesError
 
 Run = Callable[..., Path]
@@ -1068,7 +1068,7 @@ def test_a_file_that_cannot_be_opened_is_refused_with_the_reason(tmp_path):
 
 def test_a_damaged_line_of_the_history_proves_a_checkpoint_that_is_lost(tmp_path):
     line = {"round": 1, "participants": [], "losses": {}, "seconds": {}, "left_out": {}}
-    append_history(tmp_path / "history.jsonl", line)
+    append_round(tmp_path, line)
     with (tmp_path / "history.jsonl").open("a") as file:
         file.write("damaged\n")
     directory = RunDirectory(tmp_path)

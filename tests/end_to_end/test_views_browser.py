@@ -23,8 +23,7 @@ from browser_fixtures import (
 )
 
 from keel.views.charts import static_file
-from server_app.history import append_history
-from tests.tools.run_directories import line_of, make_run
+from tests.tools.run_directories import append_round, line_of, make_run
 
 pytestmark = in_chromium
 NUM_LATER = 3  # rounds that the live run writes while it is watched
@@ -346,7 +345,7 @@ def test_a_zoom_a_hidden_curve_and_the_focus_outlast_news_of_the_run(page, base)
     look = "document.querySelector('[data-chart=accuracy]').layout.xaxis.range"
     before = page.evaluate(look)
     assert before[1] < 4
-    append_history(run / "history.jsonl", line_of(5, Random(5)))
+    append_round(run, line_of(5, Random(5)))
     for chart in ("accuracy", "loss"):
         page.wait_for_function(
             "name => document.querySelector(`[data-chart=${name}]`).data[0].x.length === 5",

@@ -8,8 +8,7 @@ from keel.experiments.recipe import load_recipe
 from keel.experiments.runner import ActiveRun, labels_of, outcome
 from keel.experiments.runs import Options, run_of
 from keel.runs import SavedRun
-from server_app.history import append_history
-from tests.tools.run_directories import line_of, make_run
+from tests.tools.run_directories import append_round, line_of, make_run
 
 
 def test_a_label_names_row_column_and_seed(tmp_path):
@@ -28,7 +27,7 @@ def test_a_bar_follows_the_newest_attempt_and_its_accuracy(tmp_path):
     process = ActiveRun(run, None, 0)
     assert (process.accuracy, process.new_rounds(), process.new_rounds()) == ("", 4, 0)
     line = line_of(5, Random(1))
-    append_history(first / "history.jsonl", line)
+    append_round(first, line)
     assert process.new_rounds() == 1
     assert process.accuracy == f"{100 * line['global']['accuracy']:.2f} %"
     attempts.append(make_run(tmp_path / "2", {"method": "fedavg"}, 9, num_written=2))

@@ -18,6 +18,8 @@ from keel.experiments.recipe import load_recipe
 from keel.experiments.runs import Options, run_of
 from protocol.code import code_version
 from protocol.config import default_config, resolve_config
+from server_app.record import split
+from server_app.run_reader import CLIENTS_FILE, HISTORY_FILE, LAYOUT
 
 METHODS = ("fedavg", "fedprox", "moon", "fedintr", "fedcka")
 
@@ -29,7 +31,7 @@ def line_of(
     clients: Sequence[str] = (),
     period: float = 20.0,
 ) -> dict[str, Any]:
-    """A plausible line of history.jsonl; with clients, one that evaluates all of them."""
+    """What a plausible round is recorded with; with clients, one that evaluates all of them."""
     accuracy = level * (1 - math.exp(-number / period)) + rng.gauss(0, 0.005)
     accuracy = min(1.0, max(0.0, accuracy))
     line: dict[str, Any] = {
@@ -58,6 +60,13 @@ def line_of(
     return line
 
 
+def append_round(directory: Path, line: Mapping[str, Any]) -> None:
+    """Append a round's lines to a run directory."""
+    for name, part in zip((HISTORY_FILE, CLIENTS_FILE), split(line), strict=True):
+        with (directory / name).open("a") as file:
+            file.write(json.dumps(part) + "\n")
+
+
 def make_run(
     directory: Path,
     overrides: Mapping[str, Any],
@@ -75,20 +84,22 @@ def make_run(
     (directory / "config.json").write_text(
         json.dumps({"config": config, "overrides": dict(overrides)}, indent=2)
     )
+    (directory / "manifest.json").write_text(json.dumps({"layout": LAYOUT, "simulated": True}))
+    for name in (HISTORY_FILE, CLIENTS_FILE):
+        (directory / name).touch()
     rng = random.Random(f"{directory.name} {config['method']} {config['seed']}")
     if level is None:
         known = config["method"] in METHODS
         level = 0.7 + 0.05 * (METHODS.index(config["method"]) if known else 0)
     count = num_rounds if num_written is None else num_written
     last: dict[str, Any] = {}
-    with (directory / "history.jsonl").open("w") as file:
-        for number in range(1, count + 1):
-            last = line_of(number, rng, level, clients, period)
-            key, _, name = curve.partition(".")
-            accuracy = last["global"]["accuracy"]
-            if key != "global":
-                last[key] = {name: accuracy, "worst_decile": accuracy - 0.1}
-            file.write(json.dumps(last) + "\n")
+    for number in range(1, count + 1):
+        last = line_of(number, rng, level, clients, period)
+        key, _, name = curve.partition(".")
+        accuracy = last["global"]["accuracy"]
+        if key != "global":
+            last[key] = {name: accuracy, "worst_decile": accuracy - 0.1, "clients": {}}
+        append_round(directory, last)
     accuracy = last["global"]["accuracy"] if last else None
     summary = {
         **{"status": status, "clients": len(clients) or 10, "num_rounds": num_rounds},
@@ -153,7 +164,12 @@ def make_table(
         for seed in numbers:
             for candidate in candidates_of(cell, options):
                 labels[run_of(cell, candidate, seed, options, output).name] = cell
-    here = {"code": [code_version()], "machines": ["cpu: made up"], "simulated": True}
+    here = {
+        "layout": LAYOUT,
+        "code": [code_version()],
+        "machines": ["cpu: made up"],
+        "simulated": True,
+    }
     packages = {"torch": "2.11.0", "flwr": "1.39.0", "python": "3.12", "cpu": "AVX2", "gpu": "none"}
     here |= {"keel": ["0.2.0"], "versions": packages}
     for run in runs_needed(recipe, cells, options, output, ()):

@@ -11,8 +11,8 @@ from views_fixtures import Pages
 from keel.views import run_page
 from keel.views.charts import static_file
 from keel.views.store import Store
-from server_app.history import append_history, duration, truncate_history
-from tests.tools.run_directories import line_of, make_large, make_run
+from server_app.history import duration
+from tests.tools.run_directories import append_round, line_of, make_large, make_run
 
 
 def only_run(base):
@@ -62,7 +62,7 @@ def test_traffic_includes_the_evaluations(tmp_path):
     run = make_run(tmp_path / "a", {"method": "fedavg"}, 1)
     for number in (2, 3):
         more = {"evaluation_bytes_down": 500_000, "evaluation_bytes_up": 400}
-        append_history(run / "history.jsonl", line_of(number, Random(0)) | more)
+        append_round(run, line_of(number, Random(0)) | more)
     now = run_page.progress(*only_run(tmp_path))
     assert (now["sent"], now["received"]) == (3 * 1_000_000 + 2 * 500_000, 3 * 900_000 + 2 * 400)
 
@@ -112,7 +112,7 @@ def test_clients_left_out_are_listed_with_the_reason_and_counted_by_kind(tmp_pat
         **{"left_out": {"b": "norm 9 > 5", "c": "ValueError: no power"}, "rejected": 1},
         **{"late": ["d, 3 s late"], "backed_off": ["e", "f"]},
     }
-    append_history(run / "history.jsonl", line)
+    append_round(run, line)
     _, reader = only_run(tmp_path)
     found, total = run_page.events(reader.lines)
     assert total == 5
@@ -146,7 +146,7 @@ def test_the_time_left_after_a_resume_is_that_of_the_rounds_to_come(tmp_path, mo
     config["config"]["num-rounds"] = 20
     (run / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr("keel.views.store.is_locked", lambda path: True)
-    append_history(run / "history.jsonl", line_of(4, Random(0)) | {"seconds": {"training": 100.0}})
+    append_round(run, line_of(4, Random(0)) | {"seconds": {"training": 100.0}})
     entry = store.find(entry.id)
     reader = store.history(entry)
     assert [line["round"] for line in reader.lines] == [1, 2, 3, 4]
@@ -183,7 +183,7 @@ def test_sites_show_who_takes_part_who_is_away_and_whose_state_is_lost(tmp_path)
         **{"participants": ["here"], "backed_off": ["away"], "reset_needed": ["lost"]},
         "left_out": {"lost": "withheld", "here": "the word reset-state means nothing"},
     }
-    append_history(run / "history.jsonl", line)
+    append_round(run, line)
     entry, reader = only_run(tmp_path)
     rows = {row["site"]: row for row in run_page.site_rows(entry, reader, None)}
     assert (rows["here"]["connected"], rows["here"]["last round"]) == ("yes", "2")
@@ -199,7 +199,7 @@ def test_sites_show_who_takes_part_who_is_away_and_whose_state_is_lost(tmp_path)
     online = run_page.site_rows(entry, reader, {14950884137768953985: "online", 1: "offline"})
     assert [row["connected"] for row in online] == ["online", "offline", "not registered"]
     assert "away or in backoff" in Pages(tmp_path).get("/deployment").text
-    append_history(run / "history.jsonl", line_of(3, Random(0)) | {"participants": ["lost"]})
+    append_round(run, line_of(3, Random(0)) | {"participants": ["lost"]})
     for i in range(6):  # newer simulations do not hide it
         make_run(tmp_path / f"simulation-{i}", {"method": "fedavg"}, 1)
     (tmp_path / "simulation-0" / "roster.json").write_text('{"simulated": 20000}')

@@ -21,8 +21,7 @@ from views_fixtures import HOSTILE, TOKEN, Pages, damaged_runs
 from keel.cli.main import main
 from keel.views.charts import static_file
 from keel.views.server import SuperLinkNodes, listening, run_rows
-from server_app.history import append_history
-from tests.tools.run_directories import line_of, make_run
+from tests.tools.run_directories import append_round, line_of, make_run
 
 LOOK = """
 import json, sys
@@ -249,7 +248,7 @@ def test_a_killed_run_has_the_numbers_of_its_history_not_of_an_older_summary(tmp
     run = make_run(tmp_path / "a", {"method": "fedavg"}, 9, num_written=2, status="running")
     for number, accuracy in ((3, 0.75), (4, 0.5)):
         line = line_of(number, Random(0)) | {"global": {"accuracy": accuracy, "loss": 1.0}}
-        append_history(run / "history.jsonl", line)
+        append_round(run, line)
     if not has_summary:
         (run / "summary.json").unlink()
     (row,) = run_rows(Pages(tmp_path).store)
@@ -317,7 +316,7 @@ def test_hostile_names_are_shown_and_not_executed(tmp_path):
     keys = {"method": HOSTILE, "source": HOSTILE, "model": HOSTILE, "seed": HOSTILE}
     run = make_run(tmp_path / '<img src=x onerror="alert(1)">', keys, 2, clients=[HOSTILE, "b"])
     hostile = {"left_out": {HOSTILE: HOSTILE}, "late": [HOSTILE], "losses": {HOSTILE: 1.0}}
-    append_history(run / "history.jsonl", line_of(3, Random(0)) | hostile)
+    append_round(run, line_of(3, Random(0)) | hostile)
     (run / "summary.json").write_text(
         json.dumps({"status": HOSTILE, "num_rounds": 3, "privacy": {HOSTILE: HOSTILE}})
     )
@@ -360,7 +359,7 @@ def test_a_look_at_what_has_not_changed_is_answered_without_content(pages, tmp_p
         with monkeypatch.context() as patch:  # of a long history, it would hold up other pages
             patch.setattr("keel.views.run_page.progress", pytest.fail)
             assert pages.get(f"{path}?version={first}").status_code == 204
-    append_history(tmp_path / "runs" / "one" / "history.jsonl", line_of(4, Random(0)))
+    append_round(tmp_path / "runs" / "one", line_of(4, Random(0)))
     news = pages.get(f"{base}/data?version={first}").json()
     assert news["charts"]["accuracy"]["data"][0]["x"] == [1, 2, 3, 4]
 
@@ -406,7 +405,7 @@ def test_the_pages_work_through_another_port_while_the_run_writes(tmp_path):
                 news = client.get(f"{page}/data", headers={"origin": base}).json()
                 same = f"{page}/data?version={news['version']}"
                 assert client.get(same).status_code == 204
-                append_history(run / "history.jsonl", line_of(2, Random(0)))
+                append_round(run, line_of(2, Random(0)))
                 later = client.get(same).json()
                 assert later["charts"]["accuracy"]["data"][0]["x"] == [1, 2]
                 direct = {"origin": f"http://127.0.0.1:{link.port}"}

@@ -14,8 +14,7 @@ from views_fixtures import HOSTILE, damaged_runs
 from keel.cli.main import main
 from keel.views import terminal
 from keel.views.terminal import clients_at_work, sparkline, watch_run
-from server_app.history import append_history
-from tests.tools.run_directories import line_of, make_run
+from tests.tools.run_directories import append_round, line_of, make_run
 
 
 def shown(directory, out=None, width=140, **options):
@@ -86,8 +85,8 @@ def test_the_last_view_is_of_the_run_as_it_ended(tmp_path, monkeypatch):
     def frame_then_end(*about):
         found = frame(*about)
         if not lock.closed:
-            append_history(run / "history.jsonl", line_of(2, Random(0)))
-            append_history(run / "history.jsonl", line_of(3, Random(0)))
+            append_round(run, line_of(2, Random(0)))
+            append_round(run, line_of(3, Random(0)))
             lock.close()
         return found
 
@@ -101,7 +100,7 @@ def test_no_damage_and_no_name_upsets_the_terminal(tmp_path):
         shown(tmp_path / "damaged" / name)
     run = make_run(tmp_path / "b", {"method": HOSTILE, "source": "[red]x[/]"}, 2)
     line = line_of(3, Random(0)) | {"left_out": {HOSTILE: "[bold]\x1b[31mno"}}
-    append_history(run / "history.jsonl", line)
+    append_round(run, line)
     text = shown(run)
     assert "\x1b" not in text
     assert "left out: (bold] no" in text
@@ -127,5 +126,5 @@ def test_a_run_that_cannot_be_read_has_no_numbers(tmp_path):
 
 def test_percentages_have_two_decimals(tmp_path):
     run = make_run(tmp_path / "a", {"method": "fedavg"}, 2)
-    append_history(run / "history.jsonl", line_of(3, Random(0)) | {"global": {"accuracy": 0.468}})
+    append_round(run, line_of(3, Random(0)) | {"global": {"accuracy": 0.468}})
     assert " 46.80" in shown(run)

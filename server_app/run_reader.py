@@ -1,0 +1,312 @@
+"""The run directory: its format, and the one class that reads it. Needs no torch.
+
+config.json     {"config": every key, "overrides": those that the user set, "id": the run's id}
+manifest.json   {"layout": 2, ...}: versions; digests of code, data, split, files (manifest.py)
+roster.json     the clients: samples per class, model, versions; of very many only their number
+history.jsonl   one short line a round, for rounds 1, 2, ...: `record.py` lists its fields
+clients.jsonl   one line a round with what is about single clients: who took part, accuracies
+audit.jsonl     who joined, was sent what, released what: chained lines (audit.py)
+summary.json    status and results (summary.py)
+checkpoints/    round-<round>-<digest>.safetensors: global arrays and server state; the newest two
+clients/        in simulation: client state, in the same form
+model.safetensors, run.log, accuracy.png, labels.png, diagnostics/
+
+A round is done once its line is in the history: the lines of clients.jsonl and audit.jsonl that
+are about it come before, its checkpoint comes after. A kill at any point leaves a directory to
+resume from: a resume drops an incomplete last line, and whatever is of later rounds than its
+checkpoint. Other damage is refused in one line that names the file.
+
+A directory of another layout is refused in one line; the layout changes when a reader of the
+layout before would misread a file.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from protocol.config import RunConfig, config_from_json, default_config, keel_home
+from protocol.files import HISTORY_FILE as HISTORY_FILE
+from protocol.files import full_path
+from protocol.text import num_of
+from server_app.history import Line
+
+LAYOUT = 2
+OLDER = {1: "Keel 0.1"}  # layout: the newest version that reads it
+CONFIG_FILE, MANIFEST_FILE, SUMMARY_FILE = "config.json", "manifest.json", "summary.json"
+CLIENTS_FILE, AUDIT_FILE, ROSTER_FILE = "clients.jsonl", "audit.jsonl", "roster.json"
+LOG_FILE, LOCK_FILE, MODEL_FILE = "run.log", ".lock", "model.safetensors"
+CHECKPOINT = "round-[0-9]*-*.safetensors"  # or client state
+# what reading JSON of another form raises
+DAMAGE = (ValueError, AttributeError, LookupError, TypeError, RecursionError)
+
+
+@dataclass(frozen=True)
+class RunReader:
+    """A run directory, read only. Each file is read once, when an attribute is first used.
+
+    ValueError, one line naming the file, if a file is damaged or the directory is of another
+    layout.
+    """
+
+    directory: Path
+
+    @cached_property
+    def _saved(self) -> dict[str, Any]:
+        """config.json."""
+        if not self.directory.exists():
+            raise ValueError(f"{self.directory} does not exist: `keel list` names the runs that do")
+        path = self.directory / CONFIG_FILE
+        if not path.is_file():
+            raise ValueError(f"{self.directory} has no {CONFIG_FILE}: it is not a run directory")
+        self._check_layout()
+        saved = read_object(path)
+        if not all(isinstance(saved.get(key), dict) for key in ("config", "overrides")):
+            raise ValueError(f"{path} is damaged: it lacks config or overrides")
+        return saved
+
+    def _check_layout(self) -> None:
+        """ValueError if the directory is of another layout; a new one has no manifest yet."""
+        found = self.manifest.get("layout", 1)
+        if not self.manifest and not (self.directory / HISTORY_FILE).exists():
+            return
+        if found != LAYOUT:
+            reader = OLDER.get(found, "a newer Keel") if isinstance(found, int) else "a newer Keel"
+            raise ValueError(
+                f"{self.directory} has layout {found} of run directories, which {reader} reads; "
+                f"this version reads layout {LAYOUT}"
+            )
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Every key; a newer one than the run has its default, one that is gone is omitted."""
+        defaults = default_config()
+        return defaults | {k: v for k, v in self._saved["config"].items() if k in defaults}
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """The keys that the user set."""
+        return dict(self._saved["overrides"])
+
+    @property
+    def id(self) -> str:
+        """By which a deployment's clients recognise the run that their state belongs to."""
+        return str(self._saved.get("id", ""))
+
+    @property
+    def run_config(self) -> RunConfig:
+        """The config, parsed."""
+        return config_from_json(json.dumps(self.config))
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        """manifest.json; {} if there is none yet."""
+        path = self.directory / MANIFEST_FILE
+        return read_object(path) if path.exists() else {}
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """summary.json as the run last wrote it; status "starting" if there is none yet."""
+        path = self.directory / SUMMARY_FILE
+        return read_object(path) if path.exists() else {"status": "starting"}
+
+    @cached_property
+    def history(self) -> list[Line]:
+        """The lines of history.jsonl: of round 1, 2, ..., and of all if the run has finished."""
+        follower = HistoryFollower(self.directory / HISTORY_FILE)
+        follower.update()
+        num_rounds = self.config["num-rounds"] if self.has_finished else 0
+        if len(follower.lines) < num_rounds:
+            raise missing(follower.path, len(follower.lines) + 1)
+        return follower.lines
+
+    @property
+    def last_round(self) -> int:
+        """The last round that is done; 0: none."""
+        return len(self.history)
+
+    def clients(self) -> Iterator[Line]:
+        """The lines of clients.jsonl of the rounds that are done, read one by one."""
+        for line in read_lines(self.directory / CLIENTS_FILE):
+            if line["round"] > self.last_round:  # its round is under way, or was interrupted
+                return
+            yield line
+
+    @cached_property
+    def has_finished(self) -> bool:
+        """Whether the run has finished and its last files were written: a kill may come between."""
+        return self.summary["status"] == "finished" and self.manifest.get("files") != {}
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The checkpoints, oldest first."""
+        return versions_in(self.directory / "checkpoints")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has finished and has no checkpoints to continue it from."""
+        return not self.checkpoints and self.has_finished
+
+
+COPY = "put back a copy of the file if there is one"
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; ValueError naming the file if it has none."""
+    return parsed(path.read_bytes(), lambda fault: f"{path} is damaged: {fault}; {COPY}")
+
+
+def parsed(text: bytes, damaged: Callable[[object], str]) -> dict[str, Any]:
+    """The JSON object in a text; ValueError with what `damaged` makes of the fault."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(damaged(error)) from error
+    if not isinstance(found, dict):
+        raise ValueError(damaged("it is not a JSON object"))
+    return found
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The lines of a file of rounds, one at a time; one without its newline is being written.
+
+    Nothing if there is no file. ValueError naming the file and the line if one is damaged.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            if not text.endswith(b"\n"):
+                return
+            yield parsed_line(text, path, number)
+
+
+def parsed_line(text: bytes, path: Path, number: int) -> Line:
+    """One line, which has at least its round."""
+    place = f"{path}, line {number} is damaged"
+    line = parsed(text, lambda fault: f"{place}: {fault}; {COPY}")
+    if type(line.get("round")) is not int:
+        raise ValueError(f"{place}: it has no round; {COPY}")
+    return line
+
+
+def missing(path: Path, server_round: int) -> ValueError:
+    """The refusal of a history without this round."""
+    return ValueError(f"{path} is damaged: round {server_round} is missing; {COPY}")
+
+
+class HistoryFollower:
+    """Follows a history that may be growing: `update` reads what is new.
+
+    lines: the whole lines so far. version: changes with them.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._inode, self.generation = path, -1, 0
+        self._restart()
+
+    def _restart(self) -> None:
+        self.lines: list[Line] = []
+        self._offset = 0
+        self.generation += 1
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Differs after every `update` that read something."""
+        return self.generation, len(self.lines)
+
+    def update(self) -> bool:
+        """Read what was appended, or all of a replaced file; whether anything changed.
+
+        ValueError naming the file and the line if one is damaged.
+        """
+        before = self.version
+        if not self.path.exists():
+            if self.lines:
+                self._restart()
+            return self.version != before
+        with self.path.open("rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            if self._inode not in (-1, inode):
+                self._restart()
+            self._inode = inode
+            file.seek(self._offset)
+            for text in file:
+                if not text.endswith(b"\n"):
+                    break
+                number = len(self.lines) + 1
+                line = parsed_line(text, self.path, number)
+                if line["round"] != number:
+                    raise missing(self.path, number)
+                self.lines.append(line)
+                self._offset += len(text)
+        return self.version != before
+
+
+def round_of(version: Path) -> int:
+    """The round in the name of a checkpoint or of a client state."""
+    return int(version.name.split("-")[1])
+
+
+def versions_in(folder: Path, last_round: int | None = None) -> list[Path]:
+    """The checkpoints, or versions of client state, in a folder, oldest first.
+
+    last_round: without those of later rounds, which were interrupted.
+    """
+    found = [p for p in folder.glob(CHECKPOINT) if last_round is None or round_of(p) <= last_round]
+    return sorted(found, key=lambda path: (round_of(path), path))
+
+
+def runs_directory(config: RunConfig) -> Path:
+    """The directory in which the run directory is made."""
+    return full_path(Path(config.rounds.output_dir or keel_home() / "runs"))
+
+
+def new_path(config: RunConfig) -> Path:
+    """A path for a run directory, named by run-name, else by time, method and data.
+
+    If a path named by time exists, a number is appended; if that of `run-name` does, ValueError.
+    """
+    rounds, parent = config.rounds, runs_directory(config)
+    if name := rounds.run_name:
+        path = parent / name
+        if path.exists():
+            raise ValueError(
+                f"run-name = {name!r}: {path} exists: choose another name, remove it, or continue "
+                f"that run with `keel resume {name}`"
+            )
+        return path
+    source = config.data.source.partition(":")[0]
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{rounds.method}-{source}"
+    path, number = parent / stem, 0
+    while path.exists():
+        number += 1
+        path = parent / f"{stem}-{number}"
+    return path
+
+
+def check_has_rounds_left(run: RunReader, num_rounds: int) -> None:
+    """ValueError, one line, if a resume up to this round would do nothing or undo rounds.
+
+    A resume without rounds left is allowed for a run that ended before its last files were written.
+    """
+    name, done = run.directory.name, run.last_round
+    if run.is_over:
+        raise ValueError(
+            f"{run.directory}: it finished with keep-state = false, which removes its checkpoints: "
+            "start a new run with more rounds, and with keep-state = true if it is to be continued"
+        )
+    if run.has_finished and num_rounds <= done:
+        raise ValueError(
+            f"{name} has finished its {num_of('round', done)}: set more, such as "
+            f"num-rounds={2 * done}"
+        )
+    if num_rounds < done:
+        raise ValueError(
+            f"{name}: {num_of('round is', done, 'rounds are')} done, which a resume keeps: "
+            f"num-rounds = {num_rounds} is fewer; set {done} or more"
+        )
