@@ -45,17 +45,11 @@ def identity(flat: Keys, is_timed: bool = False) -> dict[str, OptionValue]:
 
     is_timed: seconds are read, so what they depend on counts too.
     """
-    known = default_config()
-    found = {key: value for key, value in flat.items() if key in known}
-    tables = {str(found["method"]), str(found["server-optimizer"]), "privacy"}
-    if found.get("privacy.metrics") == "exact" or not found["privacy.epsilon"]:
-        found.pop("privacy.metrics", None)  # of the metrics alone
-    if found.get("fedproc.schedule-rounds") == found["num-rounds"]:
-        found["fedproc.schedule-rounds"] = 0  # which means the same
+    tables = {str(flat["method"]), str(flat["server-optimizer"]), "privacy"}
     irrelevant = IRRELEVANT if is_timed else IRRELEVANT | RELEVANT_TO_SECONDS
     return {
         key: value
-        for key, value in found.items()
+        for key, value in flat.items()
         if key not in irrelevant and ("." not in key or key.partition(".")[0] in tables)
     }
 

@@ -642,7 +642,10 @@ def test_compare_names_runs_without_an_evaluation_and_accuracies_of_different_mo
     shutil.copytree(two / "one", two / "started")
     (two / "started" / "history.jsonl").write_text("")
     path = two / "other" / "history.jsonl"
-    lines = [line | {"personal": {"mean": 0.5, "worst_decile": 0.1}} for line in read_history(path)]
+    lines = [
+        line | {"personal": {"mean": 0.5, "worst_decile": 0.1}}
+        for line in map(json.loads, path.read_text().splitlines())
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     shown = printed("compare", "one", "other", "started").splitlines()
     assert "no evaluation yet, so not in the plot: started" in shown

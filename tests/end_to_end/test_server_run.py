@@ -1066,29 +1066,6 @@ def test_a_file_that_cannot_be_opened_is_refused_with_the_reason(tmp_path):
         read_arrays(tmp_path)
 
 
-def test_a_damaged_line_of_the_history_proves_a_checkpoint_that_is_lost(tmp_path):
-    line = {"round": 1, "participants": [], "losses": {}, "seconds": {}, "left_out": {}}
-    append_round(tmp_path, line)
-    with (tmp_path / "history.jsonl").open("a") as file:
-        file.write("damaged\n")
-    directory = RunDirectory(tmp_path)
-    assert [directory.has_checkpoint(interval) for interval in (1, 2)] == [True, False]
-    directory.close()
-
-
-def test_a_damaged_line_of_the_releases_counts_for_every_client(tmp_path, caplog):
-    folder = RunDirectory(tmp_path)
-    folder.append_releases(1, ["a", "b"])
-    folder.append_releases(2, ["a"])
-    path = tmp_path / "releases.jsonl"
-    path.write_bytes(path.read_bytes()[:-7])  # the disk was full
-    assert folder.read_releases() == [["a", "b"], ["a", "b"]]
-    folder.append_releases(2, ["c"])  # begins a line of its own
-    assert folder.read_releases() == [["a", "b"], ["c"], ["a", "b", "c"]]
-    assert caplog.messages[-1] == f"{path}: 1 line damaged: each counts for every client"
-    folder.close()
-
-
 def test_a_release_of_somebody_unknown_counts(tmp_path):
     folder = RunDirectory(tmp_path)
     (tmp_path / "releases.jsonl").write_text('{"round": 1, "cli\n{"round": 2\n')
