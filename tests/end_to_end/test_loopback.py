@@ -144,16 +144,16 @@ def test_each_worker_refuses_a_run_from_another_checkout(deployed, tmp_path):
 
 
 def test_killed_and_hung_processes_cost_no_bit_of_a_resumed_run(deployed, inline):
-    """The SuperLink hangs for 40 s, then it, a worker and the ServerApp are killed."""
+    """A worker and the SuperLink are killed; then it hangs, and the ServerApp is killed."""
     run_id, run = new_run(deployed, LOOPBACK_KEYS)
     wait_for_round(run, 1)
+    for name in ("worker-client-0000", "superlink"):
+        os.kill(deployed.pid(name), signal.SIGKILL)
+    wait_for_round(run, 2)
     superlink = deployed.pid("superlink")
     os.kill(superlink, signal.SIGSTOP)
     time.sleep(40)
     os.kill(superlink, signal.SIGCONT)
-    wait_for_round(run, 2)
-    for name in ("superlink", "worker-client-0000"):
-        os.kill(deployed.pid(name), signal.SIGKILL)
     os.kill(server_app_pid(deployed), signal.SIGKILL)
     resumed = deployed.superlink.submit({"resume": str(run)})
     assert wait_for_end(deployed, resumed, run) == "finished:completed"
