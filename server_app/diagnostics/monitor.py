@@ -9,7 +9,7 @@ from pathlib import Path
 
 from client_app.method import Method
 from client_app.setup import build_network
-from client_app.state import StateFolder
+from client_app.state import newest_state
 from data.sources import Source
 from models import StagedModel
 from protocol.config import RunConfig
@@ -67,8 +67,7 @@ class Monitor:
         comparison = Comparison(self.names, self.probe, self.network, run, w_g)
         for reply in replies:
             # {} where the client state is on another machine
-            folder = directory / "clients" / reply.client
-            state = StateFolder(folder).load(server_round + 1)
+            state = newest_state(directory / "clients" / reply.client, server_round + 1)
             sent = fixed | reply.arrays if self.method.sends_weights else {}
             arrays = sent | state.get("head", {}) if sent else state.get("model", {})
             comparison.add(reply.client, self.architectures[reply.client], arrays)

@@ -12,7 +12,6 @@ import click
 import pytest
 
 import flower_adapter
-from client_app import node_config
 from keel.cli import main as command_line
 from keel.deployment import credentials
 from protocol import discrete_gaussian, messages, privacy
@@ -157,7 +156,6 @@ bounds = {
     "concepts/failures.md": [
         ("costs the round up to {} s", sites.QUERY_S),
         ("it waits {} seconds for all clients", sites.GATHER_S),
-        ("at most {} folders deep", node_config.MAX_DEPTH),
     ],
     "concepts/architecture.md": [
         ("again if it returns within {} seconds", sites.RETURN_S),
