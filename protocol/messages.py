@@ -178,10 +178,8 @@ class RosterEntry:
 class TrainReply:
     """A client's answer to train (or to evaluate: then without arrays).
 
-    metrics: "num-examples", in training "num-steps", "old-state" (the round of the client state
-    that it trained from, if a later update of the client was aggregated), and what
-    `privacy.metrics` allows, such as "loss.NAME", the mean of a loss term. Clients state them; only
-    "num-examples" is checked.
+    metrics: "num-examples", in training "num-steps", and what `privacy.metrics` allows, such as
+    "loss.NAME", the mean of a loss term. Clients state them; only "num-examples" is checked.
     """
 
     client: str

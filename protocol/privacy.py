@@ -94,8 +94,8 @@ def privacy_statement(
             "(holds for any two data sets of the same size too)",
             "covers": "the clipped and noised arrays of every reply",
             "public": "numbers of training and test samples, names of the classes that occur, "
-            "whether all samples can be read, network, versions, device, whether its state was "
-            "restored from an old backup and from which round, when it answers",
+            "whether all samples can be read, network, versions, device, whether its state is "
+            "lost, when it answers",
             "withheld": measured if privacy.withholds_metrics else [],
             "exempt": [
                 *([] if privacy.withholds_metrics else measured),

@@ -20,7 +20,7 @@ from client_app.methods import method_of
 from client_app.node_config import own_architecture
 from client_app.samples import Pixels
 from client_app.setup import build_network
-from client_app.state import StateFolder
+from client_app.state import newest_state
 from models import StagedModel
 from protocol.files import digest
 from protocol.messages import Arrays, DatasetSpec
@@ -32,7 +32,6 @@ from server_app.run_reader import MODEL_FILE, RunReader, round_of, versions_in
 log = logging.getLogger("keel.server")
 
 IMAGES_AT_A_TIME = 100
-NO_BOUND = 2**31  # on the rounds by which client state may be ahead
 OWN_STATE = "state/own/"  # prefix in a checkpoint of the state of the method's server half
 
 
@@ -180,7 +179,7 @@ def personal_arrays(run: RunReader, client: str, method: Method, received: Array
     trained = max((x["round"] for x in run.clients() if client in x["participants"]), default=0)
     for newest in versions_in(folder, done)[-1:]:  # a later one is of a round that was interrupted
         check_is_newest(newest, trained, run)
-    state = StateFolder(folder, max_ahead=NO_BOUND, reads_only=True).load(done + 1)
+    state = newest_state(folder, done + 1)
     own = stored_model(state, received, server_head(run, client, trained))
     if own is None:
         why = "there is no personal model of it in the run directory"

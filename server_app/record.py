@@ -13,8 +13,7 @@ and clients.jsonl
     round, participants, left_out (client to reason), reset_needed (clients whose state is lost or
     ahead of the server), backed_off (clients not sampled: away or in backoff), late; if measured:
     local_global, personal (client to accuracy), diagnostics (client to value, by measure),
-    evaluation_left_out (client to reason), old_state (client to the round of a state that was older
-    than the client's last accepted update).
+    evaluation_left_out (client to reason).
 
 A number that is not finite is null.
 """
@@ -42,8 +41,6 @@ def split(line: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         if key in line:
             of_clients[key] = short.pop(key)
             short[f"num_{key}"] = len(line[key])
-    if "old_state" in line:
-        of_clients["old_state"] = short.pop("old_state")
     for key in (*SCORES, "diagnostics"):
         if key in line:
             short[key], of_clients[key] = divided(line[key])
@@ -103,7 +100,7 @@ def training_fields(
     def total(metric: str) -> float:
         return round(sum(reply.metrics.get(metric, 0.0) for reply in report.accepted), 4)
 
-    fields = {
+    return {
         "round": server_round,
         "participants": [reply.client for reply in report.accepted],
         "left_out": report.left_out,
@@ -115,10 +112,6 @@ def training_fields(
         "client_seconds": total("seconds"),
         "client_cpu_seconds": total("cpu-seconds"),
     }
-    old_state = {r.client: int(r.metrics.get("old-state", 0)) for r in report.accepted}
-    # the client may state any number
-    old_state = {client: n for client, n in old_state.items() if 1 <= n < server_round}
-    return fields | ({"old_state": old_state} if old_state else {})
 
 
 def client_fields(replies: list[TrainReply], method: Method) -> dict[str, Any]:

@@ -195,15 +195,6 @@ def train_round(run: Run, server_round: int, arrays: ArrayRecord) -> Trained:
     weights = strategy.counts(report.accepted)
     line = training_fields(server_round, report, sent.num_bytes, weights, run.loss_terms)
     line["backed_off"] = backed_off
-    for client, state_round in line.get("old_state", {}).items():
-        log.warning(
-            "%s: client %s trained from its state of round %d, which is older than its last "
-            "accepted update: the state was restored from an old backup, or newer versions are "
-            "damaged; what the client has learnt since is lost",
-            what,
-            client,
-            state_round,
-        )
     if run.monitor and is_measured:
         with threads(run.config.train.threads):
             line["diagnostics"] = run.monitor.measure(

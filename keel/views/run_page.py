@@ -382,9 +382,6 @@ class Sites:
         for key, what in (("evaluation_left_out", "not evaluated"), ("left_out", "left out")):
             for client, why in line.get(key, {}).items():
                 self.trouble[client] = (number_, what, text_of(why))
-        for client, state_round in line.get("old_state", {}).items():
-            why = f"trained from old client state, of round {state_round}"
-            self.trouble[client] = (number_, "", why)
         for client in line["reset_needed"]:
             self.reset[client] = number_
         self.away = set(line["backed_off"])

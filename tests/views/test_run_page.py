@@ -252,13 +252,6 @@ def test_what_happened_to_a_site_long_ago_is_still_shown(tmp_path):
     assert rows["lost"]["last problem"] == "round 2: state is lost"
 
 
-def test_a_site_that_trained_from_an_old_backup_is_shown_so(tmp_path):
-    lines = [{"participants": ["a"]}] * 3 + [{"participants": ["a"], "old_state": {"a": 1}}]
-    [row] = run_page.site_rows(*made_of_sites(tmp_path, ["a"], lines), None)
-    assert row["last problem"] == "round 4: trained from old client state, of round 1"
-    assert row["connected"] == "yes"
-
-
 def test_every_site_in_backoff_is_shown_so(tmp_path):
     names = [f"site-{i}" for i in range(150)]
     entry, reader = made_of_sites(tmp_path, names, [{"participants": []}, {"backed_off": names}])
