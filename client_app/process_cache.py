@@ -129,4 +129,3 @@ class ProcessCache:
             is_simulated=not is_site(node_config),
             networks=self,
         )
-
