@@ -76,10 +76,10 @@ lint: $(READY)  ## ruff and mypy
 
 # --- benchmarks and documentation ------------------------------------------------------------
 bench: $(READY)  ## speed, as ratios against bare loops and FedAvg: bench.json, bench.md
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m keel bench
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tools.bench
 
-bench-gpu: $(READY)  ## the same for a GPU: bench-gpu.json, bench-gpu.md; CIFAR10=/data/cifar10-jpg
-	$(BIN)/python -m keel bench gpu $(if $(CIFAR10),--cifar10 '$(CIFAR10)')
+bench-gpu: $(READY)  ## recorded steps over eager ones on a GPU: bench-gpu.json, bench-gpu.md
+	$(BIN)/python -m tools.bench gpu --out bench-gpu
 
 docs: $(READY)  ## the documentation as a site, in build/site
 	@$(BIN)/python -c 'import mkdocs, mkdocstrings_handlers.python, l2m4m' 2>/dev/null \

@@ -90,9 +90,6 @@ def test_no_other_module_imports_flowers_internals():
                     f"{path.relative_to(app_folder)}: {name}"
                     for name in names
                     if name.startswith("flwr.") and not name.startswith(public)
-                    # public, but not what lies below it; runs themselves start no simulation
-                    if name != "flwr.simulation"
-                    or path != app_folder / "keel/benchmarks/frameworks.py"
                 ]
     assert strangers == [], "import these through flower_adapter"
 

@@ -1,6 +1,7 @@
 """Compares what runs compute at a commit and in the working tree, to the bit.
 
     python tools/referee.py COMMIT [--only fedavg,fedintr] [--no-ray] [--allow-last-bits]
+    python tools/referee.py --speed
 
 28 short runs on digits: every method under FedAvg, FedIntR under three other server optimizers, one
 run that is resumed in the middle, and one on Ray with two workers. Each run is made at COMMIT, from
@@ -255,12 +256,17 @@ def main() -> int:
     parser.add_argument("--only", metavar="NAMES", help="methods, comma-separated")
     parser.add_argument("--no-ray", action="store_true", help="without the run on Ray")
     parser.add_argument("--allow-last-bits", action="store_true")
+    parser.add_argument("--speed", action="store_true", help="W1 and W2 beside bare processes")
     parser.add_argument("--play", help=argparse.SUPPRESS)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.play:
         play(options.play.split(";"), options.into)
         return 0
+    if options.speed:
+        out = str(Path(tempfile.gettempdir()) / "referee-speed")
+        command = [sys.executable, "-m", "tools.bench", "bare", "--out", out]
+        return subprocess.run(command, cwd=ROOT, check=False).returncode
     names = [n for n in RUNS if not options.only or n.split(",")[0] in options.only.split(",")]
     if not names:
         parser.error(f"--only {options.only}: expected some of {', '.join(METHODS)}")

@@ -244,7 +244,7 @@ def model_row(name: str, again: bool = False, needed: bool = True) -> Row:
 
 
 def model_speed(name: str, again: bool = False, needed: bool = True) -> Row | None:
-    """What `keel.benchmarks.model_speed.measure` found on this machine, from the cache.
+    """What `keel.model_speed.measure` found on this machine, from the cache.
 
     None if that was not measured before and is not `needed`.
     """
@@ -252,7 +252,7 @@ def model_speed(name: str, again: bool = False, needed: bool = True) -> Row | No
     def compute() -> Row | None:
         if not needed:
             return None
-        from keel.benchmarks.model_speed import measure
+        from keel.model_speed import measure
 
         Console(stderr=True).print(f"measuring {name} ...", style="dim")
         return measure(name)
@@ -289,7 +289,7 @@ def layers_of(name: str) -> list[Row]:
     """
     import torch
 
-    from keel.benchmarks.model_speed import build, input_of
+    from keel.model_speed import build, input_of
 
     model = build(name, "cpu").eval()  # "meta" would import torch's compiler, which takes 2 s
     with torch.no_grad():

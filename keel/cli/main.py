@@ -23,7 +23,7 @@ from protocol.text import printable
 
 RUNS, LISTS, TOOLS, OWN = "Runs", "Available", "Tools", "Your own methods"
 # modules that the image of a deployment lacks
-NOT_IN_IMAGE = ("keel.benchmarks", "keel.experiments", "keel.deployment.loopback")
+NOT_IN_IMAGE = ("keel.experiments", "keel.deployment.loopback")
 # name: (module, panel of the help, first line of the help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "run": ("run", RUNS, "Train: `keel run method=fedintr num-rounds=10`."),
@@ -46,7 +46,6 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "experiments": ("experiments", TOOLS, "Run, report and verify the papers' tables and figures."),
     "deploy": ("deploy", TOOLS, "Credentials, registration and a local deployment."),
     "doctor": ("doctor", TOOLS, "Check a machine and its deployment."),
-    "bench": ("bench", TOOLS, "Measure speed on this machine."),
     "new-method": ("new_method", OWN, "Write the files of a new method."),
     "check-method": ("check_method", OWN, "Check a method against the contract."),
 }

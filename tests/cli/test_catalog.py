@@ -9,11 +9,11 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-import keel.benchmarks.model_speed
-from keel.benchmarks.model_speed import build, input_of
+import keel.model_speed
 from keel.cli import catalog
 from keel.cli.main import main
 from keel.cli.overrides import parse_overrides
+from keel.model_speed import build, input_of
 from protocol.catalogue import method_names, method_spec
 from protocol.config import app_folder, default_config, presets
 from protocol.models import MODELS
@@ -175,14 +175,14 @@ def test_models_that_fit_have_equal_feature_widths():
 
 @pytest.mark.end_to_end
 def test_measuring_a_model_times_it(monkeypatch):
-    monkeypatch.setattr(keel.benchmarks.model_speed, "budget_s", 0.0)
-    measured = keel.benchmarks.model_speed.measure("cnn-fedreco")
+    monkeypatch.setattr(keel.model_speed, "budget_s", 0.0)
+    measured = keel.model_speed.measure("cnn-fedreco")
     assert measured["forward_ms"] > 0
     assert measured["step_ms"] > 0
 
 
 def test_lists_do_not_wait_for_measurements(monkeypatch, printed):
-    monkeypatch.setattr(keel.benchmarks.model_speed, "measure", lambda _: pytest.fail("measured"))
+    monkeypatch.setattr(keel.model_speed, "measure", lambda _: pytest.fail("measured"))
     monkeypatch.setattr(catalog, "version", lambda _: "none of which a speed is known")
     rows = as_json(printed, "models")
     assert {row["step ms"] for row in rows} == {None}

@@ -56,7 +56,7 @@ def test_a_thread_may_import_torch_too():
 
 @pytest.mark.parametrize(
     "words",
-    [["experiments", "run", "docs/sweep.yaml"], ["run"], ["bench"], ["check-method", "fedavg"]],
+    [["experiments", "run", "docs/sweep.yaml"], ["run"], ["check-method", "fedavg"]],
     ids=" ".join,
 )
 def test_a_ctrl_c_while_torch_is_imported_ends_the_command(words, tmp_path, heeds_ctrl_c):

@@ -84,8 +84,6 @@ def test_every_command_loads_and_shows_its_help(name, printed):
     ("arguments", "module"),
     [
         (("experiments", "list"), "keel.experiments.scale"),
-        (("bench", "engine"), "keel.benchmarks.report"),
-        (("models", "--measure"), "keel.benchmarks.model_speed"),
         (("deploy", "loopback"), "keel.deployment.loopback"),
     ],
 )

@@ -178,7 +178,7 @@ def test_the_http_api_is_published_on_this_machine_alone_unless_asked():
         assert [p for p in ports if p.endswith(":8000")] == ["${KEEL_CONTROL:-127.0.0.1:8000}:8000"]
 
 
-def test_the_image_holds_every_package_but_what_serves_tests_and_benchmarks():
+def test_the_image_holds_every_package_but_recipes_and_trials():
     project = tomllib.loads((app_folder / "pyproject.toml").read_text())
     packages = {p.rstrip("*") for p in project["tool"]["setuptools"]["packages"]["find"]["include"]}
     lines = (docker / "Dockerfile").read_text().splitlines()
@@ -187,7 +187,7 @@ def test_the_image_holds_every_package_but_what_serves_tests_and_benchmarks():
     ignored = (app_folder / ".dockerignore").read_text().splitlines()
     assert {f"!{name}" for name in copied} <= set(ignored)
     assert ignored[0] == "*"  # secrets and runs stay out of the build, whatever they are called
-    left_out = {"keel/benchmarks", "keel/experiments", "keel/deployment/loopback.py"}
+    left_out = {"keel/experiments", "keel/deployment/loopback.py"}
     assert {name.removesuffix(".py").replace("/", ".") for name in left_out} == {*NOT_IN_IMAGE}
     assert left_out <= set(ignored[ignored.index("!keel") :])  # the last match counts
     assert all((app_folder / name).exists() for name in left_out)

@@ -1,6 +1,6 @@
 """W1 and W2 without any framework: what one would write by hand, on float tensors in memory.
 
-    python -m keel.benchmarks.bare fedavg --processes 2 --rounds 5
+    python -m tools.bench.bare fedavg --processes 2 --rounds 5
 
 10 clients of Fashion-MNIST (Dirichlet 0.5) train 1 epoch with batch 64; then the global model is
 evaluated on the test set. One process simulates all clients; two simulate five each. Prints wall

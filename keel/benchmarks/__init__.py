@@ -1,1 +1,0 @@
-"""Speed of Keel, as ratios measured within one run: `keel bench`."""

@@ -1,0 +1,1 @@
+"""What guards against slower code, as ratios measured within one run: `python -m tools.bench`."""
