@@ -1,10 +1,8 @@
 """Ditto: personal steps by the formula, and the global model beside them."""
 
-import pytest
 from client_fixtures import (
     assert_close,
     assert_same_bits,
-    differ,
     initial,
     make_config,
     make_round,
@@ -35,23 +33,6 @@ def test_dittos_personal_steps_are_the_formula_around_the_rounds_first_model(in_
     assert update.num_steps == 4 + 8
 
 
-def test_dittos_step_with_eta_lambda_1_lands_beside_w(in_float64):
-    """v = w - eta grad CE(v_old)."""
-    config = ditto(ditto__lambda=20.0, batch_size=100)  # lr = 0.05
-    w, v = initial(config, seed=5), initial(config, seed=7)
-    update = train(config, received=w, state={"personal": v})
-    (batch,) = batches_of(config, "personal", 1)
-    moved = sgd_by_hand(config, v, [batch], sorted(v), lr=0.05)
-    expected = {n: w[n] + moved[n] - v[n] for n in v}
-    assert_close(update.state["personal"], expected, rtol=0, atol=1e-12)
-    alone = [
-        train(make_config(batch_size=100), received=arrays).terms["supervised"] for arrays in (w, v)
-    ]
-    distance = sum(((v[n] - w[n]) ** 2).sum().item() for n in v)
-    losses = {"supervised": alone[0], "personal.supervised": alone[1]}
-    assert update.terms == pytest.approx(losses | {"personal.penalty": 20.0 / 2 * distance})
-
-
 def test_dittos_global_model_is_fedavgs_for_any_lambda():
     w = initial(make_config(), seed=5)
     keys = {"momentum": 0.9, "local_epochs": 2}
@@ -59,20 +40,6 @@ def test_dittos_global_model_is_fedavgs_for_any_lambda():
     for lam in (0.0, 5.0):
         update = train(ditto(ditto__lambda=lam, **keys, weight_decay=1e-5), received=w)
         assert_same_bits(update.arrays, plain.arrays)
-
-
-def test_ditto_without_lambda_is_local_training(in_float64):
-    """One batch an epoch, so that the order of samples does not matter."""
-    keys = {"batch_size": 100, "momentum": 0.5, "weight_decay": 0.0}
-    config = ditto(ditto__lambda=0.0, ditto__personal_epochs=3, **keys)
-    alone = make_config(method="local", local_epochs=3, **keys)
-    mine, state = {}, {}
-    for number in (1, 2):
-        about = {"number": number, "received": initial(config, seed=number + 5)}
-        mine = train(config, state=mine, **about).state
-        state = train(alone, number=number, received={}, state=state).state
-    assert_close(mine["personal"], state["model"], rtol=0, atol=1e-12)
-    assert differ(mine["personal"], initial(config))
 
 
 def test_dittos_personal_model_is_what_was_kept_at_first_the_runs_weights():

@@ -4,35 +4,10 @@ import math
 
 import pytest
 import torch
-from client_fixtures import assert_close, assert_same_bits, batch_of, initial, make_config, train
+from client_fixtures import assert_close, initial, make_config, train
 
 import client_app.privacy
-from client_app.methods.fedavg import FedAvg
 from protocol.privacy import granularity, noise_sigma
-
-
-def random_batch(batch_size, num_classes):
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(batch_size, num_classes, generator=generator, dtype=torch.float64)
-    y = torch.randint(num_classes, (batch_size,), generator=generator)
-    return batch_of(y=y, logits=3 * logits)
-
-
-def test_loss_is_the_mean_negative_log_probability_of_the_labels():
-    batch = random_batch(batch_size=7, num_classes=4)
-    total = 0.0
-    for row, label in zip(batch.logits.tolist(), batch.y.tolist(), strict=True):
-        total -= math.log(math.exp(row[label]) / sum(math.exp(logit) for logit in row))
-    assert FedAvg().supervised(batch).item() == pytest.approx(total / 7, rel=1e-12)
-
-
-def test_nothing_is_added_and_nothing_is_asked_of_the_trainer():
-    method = FedAvg()
-    assert method.penalty(random_batch(2, 3)).item() == 0
-    assert method.layers(None) == []
-    assert not method.uses_global
-    assert not method.uses_previous
-
 
 # --- private --------------------------------------------------
 
@@ -73,15 +48,3 @@ def test_without_noise_the_difference_is_clipped_in_its_own_direction(method, mo
             private(privacy__clip_norm=clip).privacy, sum(a.numel() for a in w.values())
         )
         assert_close(update.arrays, wanted, rtol=0, atol=1e-6 + step)
-
-
-def test_without_epsilon_fedavg_is_as_it_was():
-    w = initial(make_config(), seed=5)
-    a, b = train(make_config(), received=w), train(private(privacy__epsilon=0.0), received=w)
-    assert_same_bits(a.arrays, b.arrays)
-
-
-@pytest.mark.parametrize("method", ["fedavg", "fedavg-ft"])
-def test_a_private_run_of_a_network_with_batch_norms_is_refused(method):
-    with pytest.raises(ValueError, match=r"privacy\.epsilon = 0\.5: resnet20 .*set norm"):
-        private(method=method, model="resnet20", local_test_fraction=0.2)

@@ -1,7 +1,6 @@
 """FedCR, both halves: sampled loss, divergence and products of Gaussians in loops."""
 
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -18,61 +17,16 @@ from client_fixtures import (
 )
 from method_fixtures import HEAD, body_part, head_part, random
 
-from client_app.methods import fedcr, method_of
-from client_app.methods.fedcr import Product, Sampled, divergence, gaussian, sampled_cross_entropy
+from client_app.methods import method_of
+from client_app.methods.fedcr import Product, Sampled
 from client_app.setup import build_network
-from client_app.split_model import part_phase
-from client_app.trainer import copy_of, train_phase
 from protocol.messages import RosterEntry, TrainReply
 from strategies.fedcr import FedCRServer, product_of_gaussians
-from strategies.validation import beyond_median, norm
 
 
 def cr(**keys):
     base = {"momentum": 0.0, "weight_decay": 0.0, "fedcr__beta": 0.3, "fedcr__samples": 4}
     return make_config(method="fedcr", **base | keys)
-
-
-def test_the_divergence_of_two_gaussians_in_loops_and_known_numbers():
-    mu_1, mu_2 = random(3, 4, seed=1), random(3, 4, seed=2)
-    s_1, s_2 = random(3, 4, seed=3).exp(), random(3, 4, seed=4).exp()
-    for b, got in enumerate(divergence(mu_1, s_1, mu_2, s_2).tolist()):
-        rows = (t[b].tolist() for t in (mu_1, s_1, mu_2, s_2))
-        total = 0.0
-        for m, s, n, t in zip(*rows, strict=True):
-            total += math.log(t / s) + (s * s + (m - n) ** 2) / (2 * t * t) - 0.5
-        assert got == pytest.approx(total, rel=1e-11)
-    zero, one = torch.zeros(1, 1), torch.ones(1, 1)
-    assert divergence(zero, one, zero, one).item() == 0
-    assert divergence(zero, one, one, 2 * one).item() == pytest.approx(0.443147, abs=5e-7)
-    assert divergence(one, 2 * one, zero, one).item() == pytest.approx(1.306853, abs=5e-7)
-
-
-def test_mean_and_deviation_are_the_two_halves():
-    raw = torch.tensor([[1.0, -2.0, 0.0, -100.0]])
-    mu, s = gaussian(raw)
-    assert mu.tolist() == [[1, -2]]
-    assert s[0, 0].item() == pytest.approx(math.log(2))
-    assert s[0, 1].item() == pytest.approx(1e-8)
-
-
-def test_the_sampled_loss_is_a_mean_over_samples_and_draws():
-    head = torch.nn.Linear(3, 4)
-    mu, s, y = (
-        random(5, 3, seed=1).float(),
-        random(5, 3, seed=2).exp().float(),
-        torch.tensor([0, 3, 1, 2, 2]),
-    )
-    eps = torch.randn(6, 5, 3, generator=torch.Generator().manual_seed(7))
-    got = sampled_cross_entropy(head, mu, s, y, eps)
-    losses = []
-    for r in range(6):
-        for b in range(5):
-            logits = head((mu[b] + s[b] * eps[r, b])[None])
-            losses.append(F.cross_entropy(logits, y[b : b + 1]).item())
-    assert got.item() == pytest.approx(sum(losses) / 30, rel=1e-5)
-    sure = sampled_cross_entropy(head, mu, 0 * s, y, eps)
-    assert sure.item() == pytest.approx(F.cross_entropy(head(mu), y).item(), rel=1e-6)
 
 
 def test_the_product_of_posteriors():
@@ -92,23 +46,6 @@ def test_the_product_of_posteriors():
         torch.testing.assert_close(read["S"][k], precision**-0.5)
 
 
-def test_q_copies_of_one_posterior_are_q_times_as_sure():
-    product = Product(1, 1, torch.device("cpu"))
-    product.add(torch.full((5, 1), 3.0), torch.full((5, 1), 0.7), torch.zeros(5, dtype=torch.int64))
-    read = product.read()
-    assert read["M"].item() == pytest.approx(3)
-    assert read["S"].item() ** 2 == pytest.approx(0.49 / 5)
-
-
-def test_the_product_of_one_posterior_is_that_posterior_however_unsure():
-    product = Product(1, 2, torch.device("cpu"))
-    mu, s = torch.tensor([[3.0, -1.0]]), torch.tensor([[20.0, 0.1]])
-    product.add(mu, s, torch.tensor([0]))
-    read = product.read()
-    assert_close({"M": read["M"], "S": read["S"]}, {"M": mu, "S": s}, rtol=1e-6)
-    assert read["seen"].tolist() == [1]
-
-
 def cr_round(config, weights, m=None, s=None, **about):
     extra = {
         "M": torch.zeros(3, 256) if m is None else m,
@@ -120,9 +57,8 @@ def cr_round(config, weights, m=None, s=None, **about):
     return dataclasses.replace(now, extra=extra)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-def test_a_step_of_fedcr_is_the_formula(reverse):
-    config = cr(batch_size=100, fedcr__reverse=reverse)
+def test_a_step_of_fedcr_is_the_formula():
+    config = cr(batch_size=100)
     w = initial(config, seed=5)
     m, s = random(3, 256, seed=1).float(), random(3, 256, seed=2).exp().float()
     now = cr_round(config, w, m, s)
@@ -138,8 +74,7 @@ def test_a_step_of_fedcr_is_the_formula(reverse):
     ce = sum(F.cross_entropy(network.classifier(mu + dev * eps[r]), batch.y) for r in range(4)) / 4
     g_m, g_s = m[batch.y], s[batch.y]
     local, of_global = (torch.distributions.Normal(*about) for about in ((mu, dev), (g_m, g_s)))
-    pair = (local, of_global) if reverse else (of_global, local)
-    penalty = 0.3 * torch.distributions.kl_divergence(*pair).sum(1).mean()
+    penalty = 0.3 * torch.distributions.kl_divergence(of_global, local).sum(1).mean()
     assert update.terms["supervised"] == pytest.approx(ce.item(), rel=1e-4)
     assert update.terms["penalty"] == pytest.approx(penalty.item(), rel=1e-4)
     (ce + penalty).backward()
@@ -177,36 +112,6 @@ def test_fedcrs_product_is_of_the_last_epoch_alone(keys, before):
         assert_close({"M": wanted["M"]}, {"M": update.extra["M"][k]}, rtol=1e-3, atol=1e-5)
 
 
-def test_fedcr_without_beta_and_deviation_trains_head_and_body_on_the_means(monkeypatch):
-    """FedPer: cross entropy on the whole network, the head kept."""
-    config = cr(fedcr__beta=0.0, fedcr__samples=1, local_epochs=2, momentum=0.5)
-    monkeypatch.setattr(
-        fedcr, "gaussian", lambda raw: (raw[:, :256], torch.full_like(raw[:, :256], 1e-8))
-    )
-    w = initial(config, seed=5)
-    update = method_of(config).train(cr_round(config, w))
-    now = cr_round(config, w)
-    now.model.load_state_dict(w)
-    train_phase(now, part_phase(now, "full", 2, 0.05, stream="batches"))
-    assert_close(update.arrays | update.state["head"], copy_of(now.model), rtol=0, atol=2e-6)
-
-
-def test_fedcrs_last_heads_are_the_same_without_the_cache():
-    found, rows = [], {0: 0, 512: 0}
-    for cache_mb in rows:
-        config = cr(fedcr__final_head_epochs=3, num_rounds=1, cache_mb=cache_mb)
-        now = cr_round(config, initial(config, seed=5), number=1)
-
-        def count(_, x, *, cache_mb=cache_mb):
-            rows[cache_mb] += len(x[0])
-
-        next(iter(now.model.stages.values())).body.register_forward_pre_hook(count)
-        model = method_of(config).personal_model(now, now.state)
-        found.append(dict(model.model.classifier.state_dict()))
-    assert rows == {0: 3 * len(now.train_samples), 512: len(now.train_samples)}
-    assert_close(*found, rtol=0, atol=1e-6)
-
-
 def test_fedcr_is_judged_by_the_mean_logits_of_its_draws():
     config = cr()
     now = cr_round(config, initial(config, seed=5))
@@ -238,14 +143,6 @@ def test_fedcrs_final_epochs_tune_the_head_after_the_last_round_alone(number, mo
     assert set(differ(model.model.state_dict(), w)) == moved
     assert method_of(config).depends_on_num_rounds()
     assert not method_of(cr(fedcr__final_head_epochs=0)).depends_on_num_rounds()
-
-
-def test_a_global_gaussian_without_deviation_leaves_the_weights_finite():
-    config = cr()
-    w = initial(config, seed=5)
-    now = cr_round(config, w, random(3, 256, seed=1).float(), torch.zeros(3, 256))
-    update = method_of(config).train(now)
-    assert all(array.isfinite().all() for array in (update.arrays | update.state["head"]).values())
 
 
 def test_fedcrs_final_epochs_are_sgd_on_the_sampled_loss_written_out():
@@ -284,9 +181,8 @@ def test_the_servers_product_has_a_standard_normal_expert():
     assert seen.tolist() == [True, False]
 
 
-@pytest.mark.parametrize("b2", [1.0, 0.25])
-def test_fedcrs_server_moves_the_gaussians_of_reported_classes(b2):
-    config = cr(fedcr__b2=b2)
+def test_fedcrs_server_moves_the_gaussians_of_reported_classes():
+    config = cr()
     server = FedCRServer(config, build_network(config, SHAPE, NUM_CLASSES))
     body = server.initial_arrays(build_network(config, SHAPE, NUM_CLASSES))
     assert (server.extra()["M"] == 0).all()
@@ -305,35 +201,13 @@ def test_fedcrs_server_moves_the_gaussians_of_reported_classes(b2):
     for k, who in ((0, (0, 1)), (2, (0,))):
         precision = 1 + sum(1 / deviations[i][k] ** 2 for i in who)
         mean = sum(means[i][k] / deviations[i][k] ** 2 for i in who) / precision
-        torch.testing.assert_close(server.m[k], (1 - b2) * old_m[k] + b2 * mean)
-        torch.testing.assert_close(server.s[k], (1 - b2) * old_s[k] + b2 * precision**-0.5)
+        torch.testing.assert_close(server.m[k], mean)
+        torch.testing.assert_close(server.s[k], precision**-0.5)
     assert torch.equal(server.m[1], old_m[1])
     assert torch.equal(server.s[1], old_s[1])
     other = FedCRServer(config, build_network(config, SHAPE, NUM_CLASSES))
     other.load(server.state())
     assert_same_bits(other.extra(), server.extra())
-
-
-def test_a_client_of_tiny_deviations_does_not_rule_the_product_under_a_norm_bound():
-    """S = 1e-9 would make its M everybody's; more samples make S smaller, and are no reason."""
-    config = cr(norm_bound="median")
-    server = FedCRServer(config, build_network(config, SHAPE, NUM_CLASSES))
-    counts = {"a": 4, "b": 10_000, "c": 9, "d": 4}
-    like = RosterEntry("", [], [], [1, 28, 28], "cnn", 256, "", 0)
-    server.roster = {
-        n: dataclasses.replace(like, client=client, label_counts=[count] * NUM_CLASSES)
-        for n, (client, count) in enumerate(counts.items())
-    }
-
-    def norm_of(client, s):
-        extra = {"M": torch.ones_like(server.m), "S": torch.full_like(server.s, s)}
-        extra["seen"] = torch.ones(NUM_CLASSES)
-        return norm(server.beside_model(TrainReply(client, 1, {}, extra, {})))
-
-    honest = {client: norm_of(client, 0.5 / count**0.5) for client, count in counts.items()}
-    assert list(honest.values()) == pytest.approx([honest["a"]] * 4)
-    assert beyond_median(honest) == {}
-    assert beyond_median(honest | {"d": norm_of("d", 1e-9)}).keys() == {"d"}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import pytest
-import scipy  # loads submodules on first use
 import torch
 import torch.nn.functional as F
 from client_fixtures import (
@@ -24,8 +23,6 @@ from hypothesis import strategies as st
 from method_fixtures import DECAYS, HEAD, body_part, extra_for, head_part, random
 
 from client_app.methods import method_of
-from client_app.methods.fedpac import head_statistics, targets
-from client_app.prototypes import class_means
 from client_app.setup import build_network
 from protocol.messages import TrainReply
 from strategies.fedpac import FedPACServer, head_mix
@@ -67,16 +64,6 @@ def pac(**keys):
     return make_config(method="fedpac", **base | keys)
 
 
-def test_h_and_v_as_printed():
-    means, counts = random(3, 4, seed=1), torch.tensor([2.0, 0, 6])
-    means[1] = 0
-    h, v = head_statistics(means, counts, torch.tensor(9.0))
-    assert_close({"h": h}, {"h": means * torch.tensor([[0.25], [0], [0.75]])}, rtol=1e-6, atol=0)
-    assert v.item() == pytest.approx((9 - h.square().sum().item()) / 8, rel=1e-6)
-    sums, of_class = torch.tensor([[4.0], [3], [0]]), torch.tensor([2.0, 1, 0])
-    assert class_means(sums, of_class).tolist() == [[2], [3], [0]]
-
-
 @pytest.mark.parametrize("partition", ["iid", "classes"])
 def test_fedpacs_statistics_are_of_the_received_body_and_its_means_of_the_trained_one(partition):
     """With the classes partition the client lacks one: its rows are zeros."""
@@ -96,11 +83,6 @@ def test_fedpacs_statistics_are_of_the_received_body_and_its_means_of_the_traine
         torch.testing.assert_close(update.extra["means"][k].double(), mean, rtol=1e-4, atol=1e-5)
         assert update.extra["counts"][k] == len(after.get(k, []))
     assert_same_bits({n: update.extra[f"head.{n}"] for n in HEAD}, update.state["head"])
-
-
-def test_a_class_without_a_global_prototype_has_the_clients_own_mean():
-    t = targets(torch.ones(3, 2), torch.tensor([1.0, 0, 1]), torch.full((3, 2), 7.0))
-    assert t.tolist() == [[1, 1], [7, 7], [1, 1]]
 
 
 @pytest.mark.parametrize("known", [None, [1.0, 0.0, 1.0]])
@@ -235,70 +217,11 @@ def test_the_mix_of_heads_is_the_best_one(m, width, spread, seed):
         assert value <= slack * min(q[i, i], np.full(m, 1 / m) @ q @ np.full(m, 1 / m))
 
 
-def slsqp_mix(i, h, v):
-    """The same by a general solver, from the own head; scaled, as its tolerance is absolute."""
-    q = programme(i, h, v) / v[i]
-    m = len(v)
-    found = scipy.optimize.minimize(
-        lambda a: float(a @ q @ a),
-        np.eye(m)[i],
-        jac=lambda a: 2 * q @ a,
-        bounds=[(0.0, 1.0)] * m,
-        constraints={"type": "eq", "fun": lambda a: a.sum() - 1, "jac": lambda a: np.ones(m)},
-        method="SLSQP",
-        options={"ftol": 1e-12, "maxiter": 500},
-    )
-    return found.x
-
-
-@pytest.mark.parametrize("m", [2, 10, 40])
-def test_the_mix_is_no_worse_than_a_general_solvers(m):
-    h, v = random_programme(m, 60, 0, seed=m)
-    for i in range(0, m, max(7, m // 3)):
-        a, q = head_mix(i, h, v), programme(i, h, v)
-        other = slsqp_mix(i, h, v)
-        assert a == pytest.approx(without_crumbs(other), abs=2e-3)  # crumbs on either side of 1e-3
-        assert a @ q @ a <= without_crumbs(other) @ q @ without_crumbs(other) * (1 + 1e-6)
-
-
-@pytest.mark.parametrize("factor", [1e-12, 1e12])
-def test_the_mix_does_not_depend_on_the_scale_of_the_heads(factor):
-    h, v = random_programme(6, 20, 0, seed=5)
-    for i in range(6):
-        assert head_mix(i, factor * h, factor**2 * v) == pytest.approx(head_mix(i, h, v), abs=1e-9)
-
-
 def test_alike_heads_are_mixed_by_their_precision():
     h, v = np.tile([[1.0, -2, 3]], (4, 1)), np.array([1.0, 2, 4, 0.5])
     for i in range(4):
         assert head_mix(i, h, v) == pytest.approx((1 / v) / (1 / v).sum(), abs=1e-5)
         assert head_mix(i, h, np.full(4, 0.3)) == pytest.approx([0.25] * 4, abs=1e-5)
-
-
-@pytest.mark.parametrize("far", [1e2, 1e4])
-def test_a_client_far_from_all_others_keeps_its_own_head(far):
-    h, v = random_programme(5, 8, 0, seed=3)
-    h[2] += far
-    assert head_mix(2, h, v) == pytest.approx(np.eye(5)[2], abs=1e-9)
-    for i in (0, 1, 3, 4):  # and the others have no use for it
-        assert head_mix(i, h, v)[2] == 0
-
-
-def test_many_clients_do_not_break_the_mix(caplog):
-    h, v = random_programme(30, 40, -1, seed=4)
-    a = head_mix(7, h, v)
-    q = programme(7, h, v)
-    support, slope = a > 0, 2 * q @ a
-    assert 1 < support.sum() < 30
-    assert slope[support] == pytest.approx(slope @ a, rel=0.05)
-    assert slope.min() > 0.9 * (slope @ a)
-    assert not caplog.records
-
-
-def test_shares_that_are_all_small_are_mixed(monkeypatch):
-    """As those of more than a thousand clients that are alike."""
-    monkeypatch.setattr("strategies.fedpac.smallest_share", 1.0)
-    assert head_mix(0, np.ones((4, 3)), np.ones(4)) == pytest.approx([0.25] * 4)
 
 
 def test_a_client_without_variance_keeps_its_own_head():
@@ -354,21 +277,6 @@ def test_fedpacs_server_mixes_each_clients_head_and_weighs_means_by_class_counts
             sent["prototypes"][2], ((5 * means[0] + 3 * means[1] + 9 * means[2]) / 17)[2]
         )
     assert extra_for(server, "newcomer").keys() == {"prototypes", "is-known"}
-
-
-def test_a_rare_class_of_a_client_whose_weight_is_capped_has_its_mean_as_prototype():
-    """Its one sample counts for less than one: 1/4 of the round's weight is at most 80/3."""
-    config = pac(max_weight_share=0.25)
-    server = FedPACServer(config, build_network(config, SHAPE, NUM_CLASSES))
-    replies = [pac_reply(f"small-{seed}", seed, [10.0, 10.0, 0]) for seed in (2, 3, 4, 5)]
-    replies.append(pac_reply("large", 1, [500.0, 499.0, 1]))
-    server.next_arrays(body_part(initial(config)), replies)
-    prototypes = extra_for(server, "newcomer")["prototypes"]
-    means = [r.extra["means"] for r in replies]
-    torch.testing.assert_close(prototypes[2], means[4][2])
-    of_large = 500 * (80 / 3) / 1000
-    by_hand = (10 * sum(m[0] for m in means[:4]) + of_large * means[4][0]) / (40 + of_large)
-    torch.testing.assert_close(prototypes[0], by_hand)
 
 
 def test_fedpacs_server_goes_on_from_its_state():

@@ -41,17 +41,6 @@ def test_fedrep_trains_the_head_then_the_body(in_float64):
     assert update.num_steps == 20
 
 
-@pytest.mark.parametrize("model", ["cnn-fedreco", "resnet20"])
-def test_fedrep_of_no_body_epochs_leaves_the_body_and_its_statistics(model):
-    config = make_config(
-        method="fedrep", fedrep__extractor_epochs=0, model=model, batch_size=15, **MOVING
-    )
-    w = body_part(initial(config, seed=5))
-    update = train(config, received=w)
-    assert_same_bits(update.arrays, w)
-    assert set(differ(update.state["head"], initial(config))) == HEAD
-
-
 def test_fedreps_head_learns_on_the_extractors_running_statistics(in_float64):
     config = make_config(
         method="fedrep", fedrep__extractor_epochs=0, model="resnet20", batch_size=15, **MOVING
@@ -86,15 +75,6 @@ def test_fedrep_of_no_head_epochs_is_fedbabu_to_the_bit():
         assert two.state == {}
         assert len(differ(one.arrays, body)) == len(body)
         body, state = one.arrays, one.state
-
-
-def test_all_heads_begin_the_same():
-    config = make_config(method="fedrep")
-    for partition in (0, 1):
-        now = make_round(config, partition=partition, received=body_part(initial(config, seed=5)))
-        model = method_of(config).personal_model(now, {})
-        assert_same_bits(model.state_dict(), initial(config), names=HEAD)
-        assert_same_bits(model.state_dict(), initial(config, seed=5), names=set(now.received))
 
 
 @pytest.mark.parametrize(("number", "moved"), [(2, set()), (3, HEAD)])

@@ -20,12 +20,12 @@ from torch import nn
 
 import strategies.average
 from client_app.methods import method_of
-from client_app.methods.scaffold import Scaffold, momentum_length, next_control_variate
-from client_app.objective import LocalObjective, train_on_objective
+from client_app.methods.scaffold import Scaffold, momentum_length
+from client_app.objective import LocalObjective
 from client_app.samples import Step
 from client_app.setup import build_network
 from models.fixed import FixedModule
-from protocol.messages import RosterEntry, TrainReply
+from protocol.messages import TrainReply
 from strategies.average import Average
 from strategies.scaffold import ScaffoldServer
 
@@ -111,7 +111,9 @@ class Federation:
             precision="fp32",
             lr_factor=self.config.train.lr_decay ** (self.round - 1),
             seed=lambda *names: 0,
-            plan=lambda stream, count, unit: SimpleNamespace(epochs=list(range(count))),
+            plan=lambda stream, count, unit: SimpleNamespace(
+                epochs=list(range(count)), index=[none] * count
+            ),
             train_samples=SimpleNamespace(
                 batch=lambda plan: None, step=lambda plan, number, batch: step
             ),
@@ -123,10 +125,7 @@ class Federation:
         updates = {}
         for client in self.clients if cohort is None else cohort:
             now = self.now(client)
-            if self.is_scaffold:
-                updates[client] = self.objective.train(now)
-            else:
-                updates[client] = train_on_objective(self.objective, now)
+            updates[client] = self.objective.train(now)
             self.kept[client] = updates[client].state
         replies = [
             TrainReply(str(c), self.round, u.arrays, u.extra, {"num-examples": self.sizes[c]})
@@ -250,20 +249,6 @@ def test_rounds_with_partial_participation_are_algorithm_1(about):
         assert federation.c_of(client) == pytest.approx(c_i[client], rel=1e-9)
 
 
-@pytest.mark.parametrize("form", ["corrected", "niid-bench"])
-def test_c_stays_the_mean_of_all_c_i_whoever_takes_part(form):
-    federation = Federation(THREE, form=form, momentum=0.9, lr=0.01)
-    seen = []
-    for cohort in [*COHORTS, (1,), (1,), (0, 2)]:
-        stale = {i: federation.c_of(i) for i in range(3) if i not in cohort}
-        federation.play(cohort)
-        assert federation.c == pytest.approx(sum(federation.c_of(i) for i in range(3)) / 3)
-        assert all(federation.c_of(i) == value for i, value in stale.items())
-        seen.append(federation.c)
-    assert len(set(seen)) == len(seen)
-    assert min(map(abs, seen)) > 1e-3
-
-
 @pytest.mark.parametrize(
     ("weighting", "p"),
     [("auto", [0.1, 0.2, 0.7]), ("examples", [0.1, 0.2, 0.7]), ("uniform", [1 / 3, 1 / 3, 1 / 3])],
@@ -279,45 +264,6 @@ def test_c_stays_the_weighted_sum_of_all_c_i_whoever_takes_part(weighting, p):
         assert federation.c == pytest.approx(sum(a * b for a, b in zip(p, c_i, strict=True)))
         seen.append(federation.c)
     assert min(map(abs, seen)) > 1e-3
-
-
-def test_with_weights_by_examples_a_step_of_everybody_is_the_weighted_gradient():
-    """Full batch, one step, c and w by the same weights: FedAvg's trajectory, as c = sum p_i c_i.
-
-    With a uniform c beside weighted models it is another.
-    """
-    sizes = [10, 20, 70]
-
-    def path(**about):
-        federation = Federation(THREE, sizes=sizes, local_epochs=1, **about)
-        found = []
-        for _ in range(4):
-            federation.play()
-            found.append(federation.theta)
-        return found
-
-    theta, expected = 0.0, []
-    for _ in range(4):
-        gradients = [a * (theta - b) for a, b in THREE]
-        theta -= 0.05 * sum(n / 100 * g for n, g in zip(sizes, gradients, strict=True))
-        expected.append(theta)
-    assert path(method="fedavg") == pytest.approx(expected, rel=1e-12)
-    assert path() == pytest.approx(expected, rel=1e-12)
-    assert abs(path(control_weighting="uniform")[-1] - expected[-1]) > 1e-2
-
-
-def test_no_client_declares_itself_more_of_c_than_the_largest_share():
-    """With a cap of a half, 980 counts as the 20 of the others; known sizes are not capped."""
-    config = make_config(method="scaffold", max_weight_share=0.5)
-    server = ScaffoldServer(config, build_network(config, SHAPE, NUM_CLASSES))
-    counts = {"a": 10, "b": 10, "c": 980}
-    server.roster = {
-        node: RosterEntry(name, [n], [], [1, 28, 28], "cnn", 8, "", 0)
-        for node, (name, n) in enumerate(counts.items())
-    }
-    assert server.extra_shares(["a", "b", "c"]) == {"a": 0.25, "b": 0.25, "c": 0.5}
-    server.partition_sizes = counts
-    assert server.extra_shares(["c"]) == {"c": 0.98}
 
 
 @pytest.mark.parametrize(
@@ -337,25 +283,6 @@ def test_numbers_of_steps_that_differ_by_more_than_ten_times_are_named(keys, fou
     assert bool(warning) == bool(found)
 
 
-def test_a_lost_reply_is_as_if_the_client_had_not_been_asked():
-    """Then c stays the mean of all c_i: of those that the server has seen."""
-    with_losses, without = Federation(THREE, lr=0.01), Federation(THREE, lr=0.01)
-    for cohort, lost in (
-        ((0, 1), [0]),
-        ((0, 2), []),
-        ((0, 1, 2), [0, 2]),
-        ((0,), []),
-        ((0, 2), []),
-    ):
-        with_losses.play(cohort, lost)
-        without.play([c for c in cohort if c not in lost])
-        assert with_losses.theta == without.theta
-        assert with_losses.c == without.c
-    assert [with_losses.c_of(i) for i in range(3)] == [without.c_of(i) for i in range(3)]
-    assert with_losses.c == pytest.approx(sum(with_losses.c_of(i) for i in range(3)) / 3)
-    assert abs(with_losses.c) > 1e-3
-
-
 def test_two_lost_replies_in_a_row_go_back_to_the_last_that_counted(caplog):
     federation = Federation(THREE, lr=0.01)
     federation.play((1,))
@@ -372,35 +299,6 @@ def test_two_lost_replies_in_a_row_go_back_to_the_last_that_counted(caplog):
     assert other.c == federation.server.c
 
 
-def test_a_checkpoint_of_other_parameters_is_refused():
-    server = Federation(THREE, lr=0.01).server
-    for c in ({}, server.c | {"other": torch.zeros(())}):
-        with pytest.raises(ValueError, match="the checkpoint is of another version"):
-            server.load_own(c)
-
-
-def test_one_full_step_each_is_fedavg():
-    scaffold = Federation(THREE, local_epochs=1)
-    fedavg = Federation(THREE, method="fedavg", local_epochs=1)
-    for _ in range(4):
-        scaffold.play()
-        fedavg.play()
-        assert scaffold.theta == pytest.approx(fedavg.theta, rel=1e-12)
-
-
-def test_a_rate_of_zero_says_nothing_of_the_gradients():
-    federation = Federation(THREE, lr=0.0)
-    federation.play()
-    assert (federation.theta, federation.c) == (0.0, 0.0)
-
-
-def test_the_clip_is_of_the_corrected_gradient():
-    federation = Federation(THREE, local_epochs=1, lr=0.1, clip_norm=0.5)
-    federation.server.c = {"theta": torch.tensor([-100.0], dtype=torch.float64)}
-    (update,) = federation.play([0]).values()
-    assert update.arrays["theta"].item() == pytest.approx(0.05, rel=1e-5)
-
-
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("steps", [0, 1, 2, 7])
 def test_with_one_rate_the_gradients_count_k_rho_times(momentum, steps):
@@ -408,11 +306,6 @@ def test_with_one_rate_the_gradients_count_k_rho_times(momentum, steps):
     k, rho = steps, momentum
     k_rho = (k - rho * (1 - rho**k) / (1 - rho)) / (1 - rho)
     assert momentum_length([0.3] * k, rho) == pytest.approx(0.3 * k_rho, abs=1e-12)
-
-
-def test_option_ii_as_printed():
-    c_i, c, w, w_i = (torch.tensor([v]) for v in (3.0, 10.0, 100.0, 40.0))
-    assert next_control_variate(c_i, c, w, w_i, 20.0).item() == 3 - 10 + 60 / 20
 
 
 # --- on a network ---------------------------------------------------------------------------------

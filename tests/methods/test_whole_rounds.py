@@ -146,8 +146,6 @@ def fedintr(o, w, w_g, w_p, x, now, **_):
         alpha = [v / sum(weights) for v in weights]
         if o["layer_weights"] == "average":
             alpha = [1 / len(STAGES)] * len(STAGES)
-        elif o["detach"]:
-            alpha = [v.item() for v in alpha]
         total = total + sum(
             a * contrast(g[b], p[b], o["tau"]) for a, g, p in zip(alpha, s_g, s_p, strict=True)
         )
@@ -158,18 +156,21 @@ def fedcka(o, w, w_g, w_p, x, now, **_):
     if w_p is None:
         return 0.0
     g, p, total = network(w_g, x), network(w_p, x), 0.0
+    has_heads = o["projection"] == "mlp-side"
     for name in (*STAGES, "logits")[: o["num_layers"]]:
-        total = total + contrast(cka(now[name], g[name]), cka(now[name], p[name]))
+        a, a_g, a_p = (
+            projected(weights, name, layers[name]) if has_heads else layers[name]
+            for weights, layers in ((w, now), (w_g, g), (w_p, p))
+        )
+        total = total + contrast(cka(a, a_g), cka(a, a_p))
     return o["mu"] * total / o["num_layers"]
 
 
 def fitnet(o, w_g, x, now, **_):
     g = network(w_g, x)
-    levels = [f"{s}:pre" for s in STAGES] + ["logits"] * o["logits"]
-    pool = pooled if o["pooled"] else (lambda h: h)
-    return (
-        o["lambda_"] * sum(((pool(now[n]) - pool(g[n])) ** 2).mean() for n in levels) / len(levels)
-    )
+    levels = [f"{s}:pre" for s in STAGES] + ["logits"]
+    distances = [((pooled(now[n]) - pooled(g[n])) ** 2).mean() for n in levels]
+    return o["lambda_"] * sum(distances) / len(levels)
 
 
 def fedntd(o, w_g, x, y, now, **_):
@@ -198,17 +199,16 @@ def fedmlb(o, w_g, y, now, **_):
     for stage in STAGES:
         q = network(w_g, None, after=stage, h=now[stage])["logits"]
         hybrid = hybrid + cross_entropy(q, y) / len(STAGES)
-        q = q.detach() if o["detach_target"] else q
         for row, main in zip(q, now["logits"], strict=True):
-            log_q, log_p = (log_softmax(r / o["temperature"]) for r in (row, main))
+            log_q, log_p = (log_softmax(r) for r in (row, main))
             divergence = divergence + (log_q.exp() * (log_q - log_p)).sum() / len(y) / len(STAGES)
     return o["lambda1"] * hybrid + o["lambda2"] * divergence
 
 
 def levels_of(o, now):
-    names = STAGES if o["levels"] == "all" else STAGES[-1:]
+    names = STAGES[-1:] if o.get("levels") == "last" else STAGES
     for name in names:
-        h = pooled(now[f"{name}:pre" if o["pre_activation"] else name])
+        h = pooled(now[f"{name}:pre" if o.get("pre_activation", True) else name])
         yield [row / (row * row).sum().sqrt() for row in h]
 
 
@@ -252,7 +252,7 @@ def fedcl(o, y, now, **_):
             s = s[:2] if o["negatives"] == "hard" else s
             total = math.exp(1 / tau) + sum((v / tau).exp() for v in s)
             losses.append((total.log() - 1 / tau) / len(y))
-    return sum(losses) / (len(STAGES) if o["levels"] == "all" else 1)
+    return sum(losses) / len(STAGES)
 
 
 def fedlc(o, y, now, counts, **_):
@@ -260,8 +260,7 @@ def fedlc(o, y, now, counts, **_):
     total = 0.0
     for row, label in zip(now["logits"], y.tolist(), strict=True):
         a = torch.stack([z - o["tau"] * n**-0.25 for z, n in zip(row, counts, strict=True)])
-        others = [c for c in range(NUM_CLASSES) if not (o["exclude_true"] and c == label)]
-        total = total + a[others].exp().sum().log() - a[label]
+        total = total + a.exp().sum().log() - a[label]
     return total / len(y) - cross_entropy(now["logits"], y)
 
 
@@ -296,14 +295,14 @@ CASES = {
             {"mu": 3.0},
             {"reduction": "sample"},
             {"layer_weights": "average"},
-            {"detach": True, "tau": 0.1},
+            {"tau": 0.1},
         ],
     ),
-    "fedcka": (fedcka, [{"mu": 3.0}, {"num_layers": 5}]),
-    "fitnet": (fitnet, [{"lambda_": 2.0}, {"lambda_": 2.0, "logits": False, "pooled": False}]),
+    "fedcka": (fedcka, [{"mu": 3.0}, {"num_layers": 5}, {"projection": "mlp-side"}]),
+    "fitnet": (fitnet, [{"lambda_": 2.0}]),
     "fedntd": (fedntd, [{"beta": 2.0, "tau": 2.5}, {"convex": True, "beta": 0.3, "tau": 2.5}]),
     "feddecorr": (feddecorr, [{}, {"form": "paper"}]),
-    "fedmlb": (fedmlb, [{"temperature": 2.0}, {"detach_target": True, "lambda2": 3.0}]),
+    "fedmlb": (fedmlb, [{}, {"lambda2": 3.0}]),
     "fedrcl": (
         fedrcl,
         [
@@ -313,9 +312,9 @@ CASES = {
         ],
     ),
     "fedscl": (fedscl, [{}, {"mining": "hard"}]),
-    "fedcl": (fedcl, [{"tau": 0.3}, {"negatives": "all", "tau": 0.3, "levels": "last"}]),
+    "fedcl": (fedcl, [{"tau": 0.3}, {"negatives": "all", "tau": 0.3}]),
     "fedproc": (fedproc, [{}, {"schedule_rounds": 8}]),
-    "fedlc": (fedlc, [{"tau": 2.0}, {"tau": 2.0, "exclude_true": True}]),
+    "fedlc": (fedlc, [{"tau": 2.0}]),
 }
 
 
