@@ -26,9 +26,9 @@ def form_of(leaf: Any) -> Hashable:
     """What an input has in common with the recorded one. TypeError unless it is a tensor."""
     if leaf is None:
         return None
-    if not isinstance(leaf, Tensor) or leaf.device.type != "cuda":
-        raise TypeError("an input is not a tensor on the GPU")  # it would stay what it was
-    return leaf.shape, leaf.stride(), leaf.dtype
+    if not isinstance(leaf, Tensor):  # a number would stay what it was
+        raise TypeError(f"{type(leaf).__name__} among its inputs: return a tensor")
+    return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
 
 
 @lru_cache(maxsize=8)
@@ -45,29 +45,34 @@ class Recording:
     """One call of a function, recorded: `replay` repeats it with other inputs of the same form."""
 
     def __init__(self, function: Callable[[Any], Any], inputs: Any) -> None:
-        """Record the call; nothing is computed yet."""
         self.read = pytree.tree_map(lambda leaf: leaf if leaf is None else leaf.clone(), inputs)
         self.leaves = pytree.tree_leaves(self.read)
+        self.result: Any = None
+        self.record(lambda: function(self.read))
+
+    def record(self, call: Callable[[], Any]) -> None:
+        """Record the call; nothing is computed yet."""
         device = next(leaf.device for leaf in self.leaves if leaf is not None)
         stream, pool, newest = _place(device)
-        self.graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             # other threads may copy meanwhile
-            self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                self.result = function(self.read)
+                self.result = call()
             finally:
-                self.graph.capture_end()
+                graph.capture_end()
         torch.cuda.current_stream(device).wait_stream(stream)
-        newest[:] = [self.graph]
+        newest[:] = [graph]
+        self.run: Callable[[], object] = graph.replay
 
     def replay(self, leaves: Sequence[Any]) -> Any:
         """The result for these inputs; it lies in memory that the next call overwrites."""
         for leaf, mine in zip(leaves, self.leaves, strict=True):
             if leaf is not None:
                 mine.copy_(leaf)
-        self.graph.replay()
+        self.run()
         return self.result
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from client_fixtures import make_config
 
-from client_app.samples import Pixels, Samples, batch_size_for, num_variants
+from client_app.samples import Pixels, Samples, batch_size_for
 
 COLOUR = Pixels(mean=(0.1, 0.5, 0.7), std=(0.2, 0.3, 0.9))
 PLAIN = make_config().data
@@ -51,12 +51,6 @@ def test_normalise_is_the_equation(dtype):
     assert torch.equal(pixels, before)  # floats come from a rotation, or from a user
 
 
-def test_normalise_takes_a_view_that_repeats_its_memory():
-    grey = torch.rand(4, 1, 8, 8) * 255
-    expected = COLOUR.normalise(grey.repeat(1, 3, 1, 1))
-    assert torch.equal(COLOUR.normalise(grey.expand(-1, 3, -1, -1)), expected)
-
-
 @pytest.mark.parametrize("batch_size", [1, 5, 23, 24, 1000])
 def test_an_epoch_has_each_sample_once_and_a_smaller_last_batch(batch_size):
     samples, images = colour_samples()
@@ -71,33 +65,6 @@ def test_an_epoch_has_each_sample_once_and_a_smaller_last_batch(batch_size):
         assert step.variant.tolist() == [0] * len(step.y)
 
 
-def test_the_order_is_the_generators():
-    samples, _ = colour_samples()
-    orders = [
-        torch.cat([s.index for s in epoch_of(samples, seed=n)[0]]).tolist() for n in (0, 0, 1)
-    ]
-    assert orders[0] == orders[1] != orders[2]
-    assert orders[0] != sorted(orders[0])
-
-
-def test_without_augmentation_nothing_but_the_order_is_drawn():
-    samples, _ = colour_samples()
-    _, generator = epoch_of(samples, flip=False, crop_padding=0, rotation=0.0)
-    alone = torch.Generator().manual_seed(0)
-    torch.randperm(23, generator=alone)
-    assert torch.equal(generator.get_state(), alone.get_state())
-    for fields in ({"flip": True}, {"crop_padding": 1}, {"rotation": 5.0}):
-        _, drawn = epoch_of(samples, **fields)
-        assert not torch.equal(drawn.get_state(), alone.get_state())
-
-
-def test_nothing_is_drawn_from_the_global_generator():
-    samples, _ = colour_samples()
-    before = torch.get_rng_state()
-    epoch_of(samples, flip=True, crop_padding=2, rotation=10.0)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_variant_says_which_samples_are_mirrored():
     samples, images = colour_samples(num=200)
     steps, _ = epoch_of(samples, batch_size=64, flip=True)
@@ -110,16 +77,6 @@ def test_variant_says_which_samples_are_mirrored():
         is_mirrored = step.variant.bool()[:, None, None, None]
         expected = torch.where(is_mirrored, mirrored[step.index], plain[step.index])
         assert_pixels(step.x, expected)
-
-
-def test_every_sample_may_be_mirrored_in_one_epoch_and_not_in_the_next():
-    samples, _ = colour_samples(num=50)
-    generator = torch.Generator().manual_seed(0)
-    plan = samples.plan(8, augmentation(flip=True), [generator, generator])
-    forms = torch.zeros(2, 50, dtype=torch.int64)
-    for epoch, index, variant in zip(plan.epochs, plan.index, plan.variant, strict=True):
-        forms[epoch, index] = variant
-    assert set(zip(*forms.tolist(), strict=True)) == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
 @pytest.mark.parametrize("fields", [{}, {"flip": True}, {"crop_padding": 2, "rotation": 9.0}])
@@ -153,15 +110,6 @@ def test_new_forms_are_those_that_no_earlier_batch_has():
     assert 0 < sum(counts[5:]) < 23  # some were mirrored in two epochs
 
 
-def test_plain_images_are_not_held_beside_their_mirrored_ones():
-    samples, images = colour_samples()
-    both = samples.plain_and_mirrored
-    assert np.shares_memory(samples.images.numpy(), both.numpy())
-    assert samples.images.is_contiguous(memory_format=torch.channels_last)
-    assert (samples.images.numpy() == images).all()
-    assert (both[23:].permute(0, 3, 1, 2).numpy() == images[..., ::-1]).all()
-
-
 def test_what_a_crop_brings_in_is_black():
     white = np.full((40, 3, 28, 28), 255, dtype=np.uint8)
     samples = Samples(white, np.zeros(40, dtype=np.int64), COLOUR, torch.device("cpu"))
@@ -181,15 +129,6 @@ def test_rotation_keeps_the_middle_and_the_scale():
     middle = step.x[:, :, 10:18, 10:18]
     assert (middle - by_hand(white[:1, :, :1, :1])).abs().max() < 1e-4
     assert (step.x[:, :, 0, 0] - by_hand(np.zeros((1, 3, 1, 1)))[:, :, 0, 0]).abs().min() < 1e-4
-
-
-@pytest.mark.parametrize(
-    ("fields", "count"),
-    [({}, 1), ({"flip": True}, 2), ({"crop_padding": 1}, 0), ({"rotation": 1.0}, 0),
-     ({"flip": True, "crop_padding": 4, "rotation": 10.0}, 0)],
-)  # fmt: skip
-def test_num_variants(fields, count):
-    assert num_variants(augmentation(**fields)) == count
 
 
 @pytest.mark.parametrize(
@@ -230,17 +169,6 @@ def test_outputs_are_computed_in_batches_that_fit_into_the_memory(fits, sizes):
     assert torch.equal(torch.cat([y for _, y in found]), y)
 
 
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("of another kind")]
-)
-def test_outputs_that_cannot_be_computed_are_an_error(error):
-    def compute(x):
-        raise error
-
-    with pytest.raises(type(error), match=str(error)):
-        next(colour_samples()[0].outputs(compute))
-
-
 @pytest.mark.parametrize("is_read_only", [True, False])
 def test_a_memory_map_is_copied_and_a_client_s_own_array_is_not(is_read_only, tmp_path):
     arrays = {"images": np.zeros((3, 1, 28, 28), dtype=np.uint8), "labels": np.arange(3)}
@@ -254,13 +182,3 @@ def test_a_memory_map_is_copied_and_a_client_s_own_array_is_not(is_read_only, tm
     ((x, y),) = samples.in_order()
     assert x.max() == 0
     assert y.tolist() == [0, 1, 2]
-
-
-def test_normalise_is_the_plain_expression_bit_for_bit():
-    samples, _ = colour_samples()
-    mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (COLOUR.mean, COLOUR.std))
-    plain = samples.images.float() * (1 / (255 * std)) - mean / std
-    for images in (samples.images, samples.images.contiguous()):
-        x = COLOUR.normalise(images)
-        assert torch.equal(x, plain)
-        assert x.is_contiguous(memory_format=torch.channels_last)

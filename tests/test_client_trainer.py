@@ -19,15 +19,11 @@ from client_fixtures import (
     train,
 )
 
-from client_app.feature_cache import FrozenFeatureCache
 from client_app.methods import method_of
-from client_app.objective import objective_phase, train_on_objective
 from client_app.process_cache import ProcessCache
 from client_app.setup import build_network
-from client_app.trainer import copy_of, train_phase
 from models import StagedModel
 
-REGULARISED = ("fedprox", "moon", "fedintr", "fedcka")
 WITH_PREVIOUS = ("moon", "fedintr", "fedcka")
 FEDCKA = {"model": "cnn-fedcka"}  # its first two layers are the widest that are cached here
 
@@ -99,75 +95,12 @@ def test_no_local_epochs_send_back_what_was_received():
     assert update.terms == {}
 
 
-@pytest.mark.parametrize("method", REGULARISED)
-def test_without_weight_the_regulariser_has_no_say(method):
-    model = FEDCKA if method == "fedcka" else {}
-    config = make_config(method=method, local_epochs=2, **{f"{method}__mu": 0.0}, **model)
-    plain = make_config(local_epochs=2, **model)
-    update = train(config, state={"previous": initial(config, seed=5)})
-    fedavg = train(plain)
-    assert_same_bits(update.arrays, fedavg.arrays, names=fedavg.arrays)
-    assert update.terms.keys() == {"supervised"}
-
-
-@pytest.mark.parametrize("method", REGULARISED)
-def test_with_weight_it_does(method):  # else the test above proves nothing
-    config = make_config(method=method, **{f"{method}__mu": 1.0})
-    update, fedavg = (
-        train(config, state={"previous": initial(config, seed=5)}),
-        train(make_config()),
-    )
-    assert differ(fedavg.arrays, update.arrays)
-    assert update.terms["penalty"] > 0
-
-
-@pytest.mark.parametrize("method", WITH_PREVIOUS)
-def test_the_first_participation_is_fedavg(method):
-    config = make_config(method=method, local_epochs=2)
-    update, fedavg = train(config, number=4), train(make_config(local_epochs=2), number=4)
-    assert_same_bits(update.arrays, fedavg.arrays, names=fedavg.arrays)
-    assert update.terms == fedavg.terms
-    # FedIntR's heads come along, untouched
-    added = update.arrays.keys() - fedavg.arrays.keys()
-    assert bool(added) == (method == "fedintr")
-    assert_same_bits(update.arrays, initial(config), names=added)
-
-
-@pytest.mark.parametrize("method", WITH_PREVIOUS)
-def test_what_is_kept_is_the_model_sent_before_any_averaging(method):
-    config = make_config(method=method)
-    for state in ({}, {"previous": initial(config, seed=5)}):
-        update = train(config, state=state)
-        assert update.state.keys() == {"previous"}
-        assert_same_bits(update.state["previous"], update.arrays)
-
-
 def test_kept_arrays_are_not_the_networks_own_memory():
     config, cache = make_config(method="moon"), ProcessCache()
     update = train(config, cache=cache)
     before = {name: array.clone() for name, array in update.state["previous"].items()}
     train(config, cache=cache, partition=1)
     assert_same_bits(update.state["previous"], before)
-
-
-def test_moon_contrasts_with_the_received_and_with_the_kept_model():
-    """One batch, so the local model is still the received one: z = z_g, and z_p is by hand."""
-    config = make_config(method="moon", moon__mu=2.0, moon__tau=0.3, batch_size=100)
-    received, kept = initial(config, seed=3), initial(config, seed=4)
-    now = make_round(config, number=2, received=received, state={"previous": kept})
-    update = method_of(config).train(now)
-    network = build_network(config, SHAPE, NUM_CLASSES).double()
-    (x, _) = next(now.train_samples.in_order())
-    features = {}
-    for name, weights in (("g", received), ("p", kept)):
-        network.load_state_dict(weights)
-        features[name] = network.extract(x.double(), network.stage_names[-1]).detach()
-    terms = []
-    for z_g, z_p in zip(features["g"], features["p"], strict=True):
-        s_p = float(z_g @ z_p / (z_g.norm() * z_p.norm()))
-        e_g, e_p = math.exp(1 / 0.3), math.exp(s_p / 0.3)
-        terms.append(-math.log(e_g / (e_g + e_p)))
-    assert update.terms["penalty"] == pytest.approx(2.0 * sum(terms) / len(terms), rel=1e-5)
 
 
 def count_frozen_rows(monkeypatch, of_body=False):
@@ -252,19 +185,6 @@ def without_cache():
     return train(config, state={"previous": initial(config, seed=5)}, of=1)
 
 
-def test_a_cache_that_is_done_with_leaves_its_room_to_the_next():
-    config = make_config(model="cnn-fedcka", cache_mb=1, local_epochs=2)
-    now = make_round(config, of=1)
-    network = now.frozen("global", now.received)
-    for _ in range(2):  # 0.54 MB each
-        cache = FrozenFeatureCache(now, lambda x: network.run(x, ["conv1"])[1], is_read_again=True)
-        cache.of(next(now.steps("batches", 1)))
-        assert cache.is_cached
-    second = FrozenFeatureCache(now, lambda x: network.run(x, ["conv1"])[1], is_read_again=True)
-    second.of(next(now.steps("batches", 1)))
-    assert not second.is_cached  # the one before is still there
-
-
 def test_a_head_trained_alone_reads_each_sample_of_the_body_once(monkeypatch):
     """FedRep's head, 3 epochs: the same weights as without a cache; 30 rows through the body."""
     keys = {"method": "fedrep", "fedrep__head_epochs": 3, "fedrep__extractor_epochs": 1}
@@ -337,27 +257,3 @@ def test_dropout_comes_from_the_clients_seed_and_leaves_the_global_generator_alo
     )
     weight = "stages.fc1.body.1.weight"
     assert (first[weight] - second[weight]).abs().max() > 1e-4
-
-
-def test_training_goes_down():
-    config = make_config(local_epochs=8)
-    now = make_round(config)
-    first, last = (
-        train(make_config(local_epochs=1)).terms["supervised"],
-        method_of(config).train(now).terms["supervised"],
-    )
-    assert last < 0.7 * first
-
-
-def test_an_update_stays_as_it_is_while_the_model_trains_on():
-    """It shares memory with the model, which must not be written to."""
-    now = make_round(make_config(method="fedavg"))
-    method = method_of(now.config)
-    update = train_on_objective(method, now)
-    before = {name: array.clone() for name, array in update.arrays.items()}
-    assert {p.data_ptr() for p in now.model.weights} & {
-        array.data_ptr() for array in update.arrays.values()
-    }
-    train_phase(now, objective_phase(method, now))
-    assert_same_bits(update.arrays, before)
-    assert differ(copy_of(now.model), before)
