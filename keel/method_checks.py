@@ -249,30 +249,32 @@ class Loss:
             self.loss = ObjectiveLoss(objective, ctx, self.model)
             self.step = next(ctx.steps("check", 1))
 
-    def terms(self, step: Step) -> dict[str, Any]:
-        """The loss terms of this batch, with the same dropout masks at every call."""
+    def value(self, step: Step | None = None) -> Tensor:
+        """Sum of the loss terms, with the same dropout masks at every call."""
         torch.manual_seed(0)
         with in_float64():
-            return dict(self.loss(*self.loss.inputs(step)))
-
-    def value(self, step: Step | None = None) -> Tensor:
-        """Sum of the loss terms."""
-        terms = self.terms(step or self.step).values()
+            terms = self.loss(*self.loss.inputs(step or self.step)).values()
         self.is_float64 = all(term.dtype is torch.float64 for term in terms)
         return torch.stack([term.double() for term in terms]).sum()
 
 
 def loss_terms_are_scalars(subject: Subject) -> None:
     """Layers have names of the network's, loss terms are scalars, and one has a gradient."""
-    loss = Loss(subject)
-    objective, model = loss.loss.objective, loss.model
-    name = type(objective).__name__
+    config = subject.config()
+    objective = method_of(config)
+    if not isinstance(objective, LocalObjective):
+        raise NotApplicable("a local procedure is not one loss on one model")
+    state = subject.trained(config).state if objective.is_stateful else {}
+    ctx = subject.round(config, 2, state)
+    name, model = type(objective).__name__, ctx.model.train().requires_grad_(True)
+    model.load_state_dict(ctx.initial_weights() | ctx.received)
     layers = objective.layers(model)
     require(
         isinstance(layers, list | tuple) and set(layers) <= set(model.layer_names),
         f"{name}.layers returned {layers!r}: expected a list of {', '.join(model.layer_names)}",
     )
-    terms = loss.terms(loss.step)
+    loss = ObjectiveLoss(objective, ctx, model)
+    terms: dict[str, Any] = dict(loss(*loss.inputs(next(ctx.steps("check", 1)))))
     for function, term in terms.items():
         found = list(term.shape) if isinstance(term, Tensor) else type(term).__name__
         require(

@@ -31,6 +31,7 @@ from protocol.config import default_config
 # The checks that need the class alone: broken methods are put in the place of a sound one.
 OF_THE_CLASS = [
     "source is named",
+    "loss terms are scalars",
     "a client trains, and received arrays stay as they are",
     "gradient is finite and equals finite differences",
     "frozen models get no gradient",
@@ -85,17 +86,24 @@ class WithUndeclaredState(FedProx):
 class WithEmptyState(FedProx):
     is_stateful: ClassVar[bool] = True
 
-    def finish(self, update, ctx):
-        return replace(update, state={"norm": {}})
+    def train(self, ctx):
+        return replace(super().train(ctx), state={"norm": {}})
 
 
 @dataclass(frozen=True)
 class WithOwnNormLayers(FedProx):
     is_stateful: ClassVar[bool] = True
 
-    def finish(self, update, ctx):
+    def train(self, ctx):
+        update = super().train(ctx)
         norm = {name: a for name, a in update.arrays.items() if "running" in name}
         return replace(update, state={"norm": norm})
+
+
+@dataclass(frozen=True)
+class WithNoUpdate(FedProx):
+    def train(self, ctx):
+        super().train(ctx)
 
 
 @dataclass(frozen=True)
@@ -103,17 +111,18 @@ class WithPlaceholder(FedProx):
     paper: ClassVar[str] = "<authors and year>"
 
 
-BROKEN = {
-    WithPlaceholder: ("source is named", "<authors and year> in "),
-    FloatPenalty: ("a client trains", "returned float: expected a scalar Tensor"),
-    ForgottenReturn: ("a client trains", "ForgottenReturn.penalty (tests/method_fixtures.py:"),
-    InPlace: ("a client trains", "changes the received arrays in place"),
-    WithWrongGradient: ("gradient is finite", "autograd gives"),
-    WithGradientIntoReceived: ("frozen models", "detach"),
-    WithOrder: ("order of the batch", "permuting"),
-    WithUnbiasedVariance: ("batch of one", "not finite"),
-    WithUndeclaredState: ("client state", "is_stateful = False"),
-    WithEmptyState: ("client state", "'norm' has no arrays"),
+BROKEN = {  # the check that fails, and what its reason names
+    WithPlaceholder: ("source is named", "<authors and year>"),
+    FloatPenalty: ("loss terms are scalars", "FloatPenalty.penalty"),
+    ForgottenReturn: ("loss terms are scalars", "ForgottenReturn.penalty"),
+    InPlace: ("a client trains", "received"),
+    WithWrongGradient: ("gradient is finite", ""),
+    WithGradientIntoReceived: ("frozen models", "received"),
+    WithOrder: ("order of the batch", ""),
+    WithUnbiasedVariance: ("batch of one", ""),
+    WithUndeclaredState: ("a client trains", "is_stateful"),
+    WithNoUpdate: ("a client trains", "WithNoUpdate.train"),
+    WithEmptyState: ("client state", "'norm'"),
 }
 
 
@@ -217,8 +226,8 @@ def test_a_personal_model_that_predict_cannot_read_is_named(only_flags, monkeypa
             ctx.model.load_state_dict(ctx.received | state.get("first", {}))
             return ctx.model
 
-        def phases(self, ctx):
-            update = yield from super().phases(ctx)
+        def train(self, ctx):
+            update = super().train(ctx)
             first = {n: a for n, a in update.state["personal"].items() if n.startswith("conv1")}
             return replace(update, state={"first": first})
 
