@@ -1,0 +1,302 @@
+"""The run directory: its format, and that neither a kill nor damage loses anything in silence."""
+
+import fcntl
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from run_fixtures import assert_same_run, history_of, resume, same_bits
+
+import server_app.run_directory
+from protocol.config import resolve_config
+from server_app.manifest import begin_manifest
+from server_app.run_directory import Checkpoint, RunDirectory, new_run_directory
+from server_app.run_reader import (
+    CLIENTS_FILE,
+    HISTORY_FILE,
+    LAYOUT,
+    MANIFEST_FILE,
+    HistoryFollower,
+    RunReader,
+    new_path,
+)
+
+LINE = {
+    "participants": ["a", "b"],
+    "left_out": {"c": "no answer in time"},
+    "rejected": 0,
+    "reset_needed": [],
+    "backed_off": ["d"],
+    "late": [],
+    "losses": {"supervised": float("nan"), "penalty": 0.5},
+    "seconds": {"training": 1.5},
+    "bytes_down": 7,
+    "bytes_up": 8,
+    "personal": {"mean": 0.5, "worst_decile": 0.25, "clients": {"a": 0.25, "b": 0.75}},
+}
+
+
+@pytest.fixture
+def directory(tmp_path: Path):
+    """A new run directory with a config and a manifest, open."""
+    config = resolve_config({"output-dir": str(tmp_path), "run-name": "made"})
+    opened = new_run_directory(config)
+    opened.save_config(config, {"run-name": "made"})
+    begin_manifest(opened.path, config, 3, True, "split")
+    yield opened
+    opened.close()
+
+
+def checkpoint(number: int) -> Checkpoint:
+    arrays = {"w": torch.full((3,), float(number))}
+    return Checkpoint(number, arrays, {"n": torch.tensor([number])})
+
+
+def done(directory: RunDirectory, *rounds: int) -> None:
+    """Record these rounds, each with its checkpoint."""
+    for number in rounds:
+        directory.rewind(number - 1) if number == 1 else None
+        directory.record({"round": number, **LINE})
+        directory.save_checkpoint(checkpoint(number), "net")
+
+
+# --- lines -----------------------------------------------------------------------------------
+
+
+def test_a_round_is_one_short_line_and_one_about_clients(directory):
+    done(directory, 1)
+    run = RunReader(directory.path)
+    [line], [of_clients] = run.history, list(run.clients())
+    assert line["personal"] == {"mean": 0.5, "worst_decile": 0.25}
+    assert (line["num_participants"], line["num_left_out"], line["num_backed_off"]) == (2, 1, 1)
+    assert line["losses"] == {"supervised": None, "penalty": 0.5}  # JSON has no NaN
+    assert "participants" not in line
+    assert of_clients["personal"] == {"a": 0.25, "b": 0.75}
+    assert of_clients["participants"] == ["a", "b"]
+    assert of_clients["left_out"] == {"c": "no answer in time"}
+    assert "losses" not in of_clients
+
+
+@pytest.mark.parametrize("name", [HISTORY_FILE, CLIENTS_FILE])
+def test_a_line_that_a_kill_left_incomplete_is_not_read_and_dropped_by_a_resume(directory, name):
+    done(directory, 1, 2)
+    path = directory.path / name
+    with path.open("a") as file:
+        file.write('{"round": 3, "los')
+    run = RunReader(directory.path)
+    assert (run.last_round, len(list(run.clients()))) == (2, 2)
+    assert [line["round"] for line in directory.rewind(2)] == [1, 2]
+    done(directory, 3)
+    assert [line["round"] for line in history_of(directory.path)] == [1, 2, 3]
+
+
+def test_a_line_about_clients_whose_round_was_not_done_does_not_count(directory):
+    done(directory, 1)
+    with (directory.path / CLIENTS_FILE).open("a") as file:
+        file.write('{"round": 2}\n')
+    assert [line["round"] for line in RunReader(directory.path).clients()] == [1]
+
+
+def test_a_resume_drops_the_rounds_after_its_checkpoint(directory):
+    done(directory, 1, 2, 3)
+    assert [line["round"] for line in directory.rewind(1)] == [1]
+    assert [line["round"] for line in history_of(directory.path)] == [1]
+
+
+def test_who_follows_a_history_reads_what_is_new_and_all_of_a_new_file(directory):
+    follower = HistoryFollower(directory.path / HISTORY_FILE)
+    assert not follower.update()
+    done(directory, 1, 2)
+    assert follower.update()
+    assert [line["round"] for line in follower.lines] == [1, 2]
+    assert not follower.update()
+    replaced = directory.path / "other"
+    replaced.write_text((directory.path / HISTORY_FILE).read_text().splitlines()[0] + "\n")
+    replaced.replace(directory.path / HISTORY_FILE)
+    assert follower.update()
+    assert [line["round"] for line in follower.lines] == [1]
+
+
+# --- damage ----------------------------------------------------------------------------------
+
+
+def cut(content: str) -> str:
+    return content[: len(content) // 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("config.json", cut),
+        ("config.json", lambda content: "{}"),
+        ("manifest.json", cut),
+        ("summary.json", cut),
+        ("summary.json", lambda content: "[]"),
+        (HISTORY_FILE, lambda content: "damaged" + content),
+        (HISTORY_FILE, lambda content: content.split("\n", 1)[1]),  # without round 1
+        (HISTORY_FILE, lambda content: content.split("\n")[0] + "\n"),  # without the last
+        ("audit.jsonl", lambda content: content.replace('"train"', '"trail"', 1)),
+    ],
+)
+def test_a_damaged_file_is_refused_in_one_line_that_names_it(
+    run, name: str, damage: Callable[[str], str]
+):
+    path = run({"num-rounds": 2, "local-epochs": 0})
+    file = path / name
+    file.write_text(damage(file.read_text()))
+    before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
+    with pytest.raises(ValueError) as caught:
+        resume(path, num_rounds=3)
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert before == {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("layout", [None, LAYOUT + 1])
+def test_a_directory_of_another_layout_is_refused(directory, layout):
+    path = directory.path / MANIFEST_FILE
+    manifest = json.loads(path.read_text()) | {"layout": layout}
+    path.write_text(json.dumps({k: v for k, v in manifest.items() if v is not None}))
+    with pytest.raises(ValueError) as caught:
+        RunReader(directory.path).config  # noqa: B018
+    assert str(directory.path) in str(caught.value)
+    assert f"layout {layout or 1}" in str(caught.value)
+
+
+def test_a_key_that_is_gone_does_not_keep_a_run_from_being_read(directory):
+    path = directory.path / "config.json"
+    saved = json.loads(path.read_text())
+    saved["config"] |= {"no-longer-there": 3, "lr": 0.125}
+    path.write_text(json.dumps(saved))
+    run = RunReader(directory.path)
+    assert run.run_config.flat["lr"] == 0.125
+    assert run.config.keys() == resolve_config({}).flat.keys()
+
+
+# --- checkpoints -----------------------------------------------------------------------------
+
+
+def test_the_newest_two_checkpoints_stay_and_the_newest_intact_one_is_read(directory):
+    done(directory, 1, 2, 3)
+    assert directory.checkpoint_rounds() == [2, 3]
+    expected = checkpoint(3)
+    found = directory.newest_checkpoint(expected.arrays, "net")
+    assert (found.round, found.state) == (3, expected.state)
+    assert same_bits(found.arrays, expected.arrays)
+    newest = RunReader(directory.path).checkpoints[-1]
+    newest.write_bytes(newest.read_bytes()[:-1] + b"?")
+    assert directory.newest_checkpoint(expected.arrays, "net").round == 2
+    assert directory.skipped == [newest]
+    for path in RunReader(directory.path).checkpoints:
+        path.write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="checkpoints"):
+        directory.newest_checkpoint(expected.arrays, "net")
+
+
+def test_a_checkpoint_ahead_of_the_history_is_not_read(directory):
+    done(directory, 1, 2)
+    directory.rewind(1)
+    assert directory.newest_checkpoint(checkpoint(1).arrays, "net").round == 1
+
+
+def test_a_checkpoint_of_another_model_is_refused(directory):
+    done(directory, 1)
+    with pytest.raises(ValueError, match="another"):
+        directory.newest_checkpoint({"v": torch.zeros(3)}, "other")
+
+
+def test_where_the_only_checkpoint_is_lost_a_resume_says_so(run):
+    path = run({"num-rounds": 3})
+    shutil.rmtree(path / "checkpoints")
+    (path / "summary.json").write_text('{"status": "stopped"}')
+    with pytest.raises(ValueError, match="checkpoints"):
+        resume(path, num_rounds=4)
+
+
+# --- a kill ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_a_run_that_is_killed_anywhere_in_a_round_resumes_to_the_same_bits(
+    run, tmp_path, monkeypatch, step: int
+):
+    """Before each of the three steps that write round 2 of 3, and before round 3."""
+    keys = {"method": "fedintr", "num-rounds": 3}
+    whole, steps = run(keys), list[str]()
+
+    def dying(function):
+        def call(*arguments):
+            if len(steps) == 3 + step:  # a round has three steps
+                raise SystemExit
+            steps.append(function.__name__)
+            return function(*arguments)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        module = server_app.run_directory
+        patch.setattr(module, "append_line", dying(module.append_line))
+        patch.setattr(RunDirectory, "save_checkpoint", dying(RunDirectory.save_checkpoint))
+        with pytest.raises(SystemExit):
+            run(keys | {"run-name": "killed"})
+    assert steps[:3] == ["append_line", "append_line", "save_checkpoint"]
+    assert_same_run(whole, resume(tmp_path / "killed"))
+
+
+def test_two_processes_cannot_open_one_directory(directory):
+    code = (
+        "import sys, pathlib; from server_app.run_directory import RunDirectory;"
+        "RunDirectory(pathlib.Path(sys.argv[1]))"
+    )
+    command = [sys.executable, "-c", code, str(directory.path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode
+    assert f"ValueError: {directory.path}" in found.stderr
+
+
+def test_a_look_whether_a_run_is_going_on_keeps_nobody_out(run):
+    path = run({"num-rounds": 1})
+    with (path / ".lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_SH)
+        with pytest.raises(ValueError, match="another process"):
+            RunDirectory(path)
+    RunDirectory(path).close()
+
+
+# --- names and ends --------------------------------------------------------------------------
+
+
+def test_run_name_names_the_directory_which_must_not_exist(tmp_path):
+    config = resolve_config({"output-dir": str(tmp_path), "run-name": "a.b_C-1"})
+    assert new_path(config) == tmp_path / "a.b_C-1"
+    new_run_directory(config).close()
+    with pytest.raises(ValueError, match="run-name"):
+        new_path(config)
+
+
+@pytest.mark.parametrize("name", ["..", ".hidden", "a/b", "a b", "x" * 65, "reset-state"])
+def test_a_run_name_that_is_no_plain_file_name_is_refused(name):
+    with pytest.raises(ValueError, match="run-name"):
+        resolve_config({"run-name": name})
+
+
+def test_an_output_dir_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "runs").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(ValueError, match="output-dir"):
+        new_run_directory(resolve_config({"output-dir": str(tmp_path / "runs")}))
+
+
+@pytest.mark.parametrize(
+    ("method", "kept"), [("moon", (0, 0)), ("fedreco", (1, 4)), ("fedavg", (0, 0))]
+)
+def test_without_keep_state_only_what_personal_models_need_stays(run, method, kept):
+    path = run({"method": method, "num-rounds": 2, "keep-state": False, "local-test-fraction": 0.2})
+    found = [path.glob("checkpoints/round-*"), path.glob("clients/*/round-*")]
+    assert tuple(len(list(each)) for each in found) == kept
+    with pytest.raises(ValueError, match=r"num-rounds|keep-state"):
+        resume(path)
