@@ -1,50 +1,42 @@
 """A site's own privacy limits and ledger, which bind the server whatever it requests.
 
-Limits are set in the client's node config or environment; the stricter one applies. A resident
-worker can trust only its environment: its node config passes through the ClientApp process.
+The limits are environment variables of the process that reads the data, such as the resident
+worker: the node config passes through the run's code, which could change it.
 
-privacy-min-noise-multiplier  KEEL_PRIVACY_MIN_NOISE_MULTIPLIER  least sigma / (2 clip-norm)
-privacy-max-clip-norm         KEEL_PRIVACY_MAX_CLIP_NORM         greatest clip-norm
-privacy-budget-epsilon        KEEL_PRIVACY_BUDGET_EPSILON        of all releases of the site's data
-privacy-budget-delta          KEEL_PRIVACY_BUDGET_DELTA          at this delta; 1e-5
-privacy-metrics               KEEL_PRIVACY_METRICS               exact: allows privacy.metrics=exact
+KEEL_PRIVACY_MIN_NOISE_MULTIPLIER  least sigma / (2 clip-norm)
+KEEL_PRIVACY_MAX_CLIP_NORM         greatest clip-norm
+KEEL_PRIVACY_BUDGET_EPSILON        of all releases under this $KEEL_HOME, whatever their data
+KEEL_PRIVACY_BUDGET_DELTA          at this delta; 1e-5
+KEEL_PRIVACY_METRICS               exact: allows privacy.metrics=exact; withheld
 
 If any is set, the site takes part only in runs with noise, and only with withheld metrics unless
-privacy-metrics is exact, which is not a limit by itself.
-
-A budget in the environment is of everything that its worker releases, whatever data a message
-names; one in the node config is of that client's data.
+KEEL_PRIVACY_METRICS is exact, which is not a limit by itself.
 """
 
-import copy
 import fcntl
-import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from client_app.node_config import NODE_KEYS, NodeConfig, is_deployed
 from protocol.chained import Chain, Entry, read_chain
 from protocol.config import PrivacyConfig, RunConfig, keel_home, refuse_unknown, validate
-from protocol.files import digest, write_atomically
+from protocol.files import write_atomically
 from protocol.privacy import SMALL_DELTA, composed_epsilon, noise_sigma
 from protocol.text import in_one_line
 
-log = logging.getLogger("keel.client")
-DEFAULTS = {
-    "privacy-min-noise-multiplier": 0.0,
-    "privacy-max-clip-norm": math.inf,
-    "privacy-budget-epsilon": math.inf,
-    "privacy-budget-delta": SMALL_DELTA,
-}
-KEYS = (*DEFAULTS, "privacy-metrics")
-METRICS = ("withheld", "exact")
+MIN_NOISE = "KEEL_PRIVACY_MIN_NOISE_MULTIPLIER"
+MAX_CLIP = "KEEL_PRIVACY_MAX_CLIP_NORM"
+BUDGET = "KEEL_PRIVACY_BUDGET_EPSILON"
+BUDGET_DELTA = "KEEL_PRIVACY_BUDGET_DELTA"
+METRICS = "KEEL_PRIVACY_METRICS"
+DEFAULTS = {MIN_NOISE: 0.0, MAX_CLIP: math.inf, BUDGET: math.inf, BUDGET_DELTA: SMALL_DELTA}
+VARIABLES = (*DEFAULTS, METRICS)
 
 
 class PrivacyRefused(ValueError):
@@ -70,92 +62,54 @@ class SiteLimits:
     is_set: bool
 
 
-@lru_cache
-def variable_of(key: str) -> str:
-    """The environment variable of a key: privacy-metrics is KEEL_PRIVACY_METRICS."""
-    return f"KEEL_{key.upper().replace('-', '_')}"
+def site_limits() -> SiteLimits:
+    """The limits in the environment; an empty variable counts as unset.
 
-
-def check_names(node_config: NodeConfig) -> None:
-    """ValueError for an unknown key of the node config, which is probably misspelt.
-
-    PrivacyRefused for a key or variable that begins as a limit: ignoring it would lift the limit.
+    PrivacyRefused for a value that is no number > 0, and for an unknown variable that begins as a
+    limit: ignoring it would lift the limit.
     """
-    for key in node_config:
-        if key not in NODE_KEYS and not key.lower().startswith("privacy"):
-            refuse_unknown("node config key", key, [*NODE_KEYS, *KEYS])
-    for prefix, settings, known in (
-        ("privacy", node_config, KEYS),
-        ("keel_privacy", os.environ, [variable_of(key) for key in KEYS]),
-    ):
-        for name in settings:
-            is_limit = name[: len(prefix)].lower() == prefix
-            if is_limit and name not in known and settings[name] != "":
-                raise PrivacyRefused(
-                    f"{name}: unknown privacy limit of this site; expected one of "
-                    + ", ".join(known)
-                )
+    prefix = "keel_privacy"
+    found = {(k, v) for k, v in os.environ.items() if v and k.lower().startswith(prefix)}
+    return limits_of(frozenset(found))
 
 
-def site_limits(node_config: NodeConfig) -> SiteLimits:
-    """The limits in node config and environment; PrivacyRefused for one that is not > 0.
-
-    An empty variable counts as unset.
-    """
-    in_environment = tuple(os.environ.get(variable_of(key)) or None for key in KEYS)
-    return stricter_limits(in_environment, *(node_config.get(key) for key in KEYS))
-
-
-@lru_cache(maxsize=16, typed=True)  # each message needs them; 1 is allowed where True is not
-def stricter_limits(in_environment: Sequence[str | None], *own: object) -> SiteLimits:
-    """`site_limits` from the values of `KEYS` in the environment and in the node config."""
-    variables = dict(zip(KEYS, in_environment, strict=True))
-    stated = {  # by key, the values that are set
-        key: [value for value in (in_config, variables[key]) if value is not None]
-        for key, in_config in zip(KEYS, own, strict=True)
+@lru_cache(maxsize=4)  # each message needs them
+def limits_of(found: frozenset[tuple[str, str]]) -> SiteLimits:
+    """`site_limits` from the variables and their values."""
+    stated = dict(found)
+    for name in stated:
+        if name not in VARIABLES:
+            raise PrivacyRefused(
+                f"{name}: unknown privacy limit of this site; expected one of "
+                + ", ".join(VARIABLES)
+            )
+    numbers = {
+        name: positive(name, stated[name]) if name in stated else default
+        for name, default in DEFAULTS.items()
     }
-    values = []
-    for key, default in DEFAULTS.items():
-        numbers = [positive(key, value) for value in stated[key]]
-        if key == "privacy-budget-delta":
-            if any(number >= 1 for number in numbers):
-                raise PrivacyRefused(f"{key} = {max(numbers):g} of this site: expected below 1")
-            if variables["privacy-budget-epsilon"] and not variables[key]:
-                numbers.append(default)  # no node config loosens a budget of the environment
-        strictest = max if key == "privacy-min-noise-multiplier" else min
-        values.append(strictest(numbers, default=default))
-    metrics = stated["privacy-metrics"]
-    for value in metrics:
-        if value not in METRICS:
-            expected = " or ".join(METRICS)
-            raise PrivacyRefused(f"privacy-metrics = {value!r} of this site: expected {expected}")
-    if any(in_environment) and not variables["privacy-metrics"]:
-        metrics.append("withheld")  # the node config cannot allow what the environment does not
-    is_set = "withheld" in metrics or any(stated[key] for key in DEFAULTS)
-    min_multiplier, clip, epsilon, delta = values
-    allows_exact = set(metrics) == {"exact"}
-    return SiteLimits(min_multiplier, clip, epsilon, delta, allows_exact, is_set)
+    if numbers[BUDGET_DELTA] >= 1:
+        raise PrivacyRefused(f"{BUDGET_DELTA} = {stated[BUDGET_DELTA]}: expected below 1")
+    metrics = stated.get(METRICS, "withheld")
+    if metrics not in ("withheld", "exact"):
+        raise PrivacyRefused(f"{METRICS} = {metrics!r}: expected withheld or exact")
+    is_set = bool(stated) and stated != {METRICS: "exact"}
+    return SiteLimits(*numbers.values(), metrics == "exact", is_set)
 
 
-def names_limit(node_config: NodeConfig) -> bool:
-    """Whether the node config has a key of a limit, even a misspelt one."""
-    return any(key.lower().startswith("privacy") for key in node_config)
+def positive(name: str, value: str) -> float:
+    """`value` as a number; PrivacyRefused naming the variable unless it is a number > 0."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not number > 0:
+        raise PrivacyRefused(f"{name} = {value!r} of this site: expected a number > 0")
+    return number
 
 
 def is_site(node_config: NodeConfig) -> bool:
     """Whether the client is deployed or has limits: its noise and ledger are not simulated."""
-    return is_deployed(node_config) or site_limits(node_config).is_set
-
-
-def positive(key: str, value: object) -> float:
-    """`value` as a number; PrivacyRefused naming the key unless it is a number > 0."""
-    try:
-        number = float(str(value))
-    except ValueError:
-        number = math.nan
-    if not number > 0:
-        raise PrivacyRefused(f"{key} = {value!r} of this site: expected a number > 0")
-    return number
+    return is_deployed(node_config) or site_limits().is_set
 
 
 def multiplier_of(privacy: PrivacyConfig) -> float:
@@ -164,9 +118,13 @@ def multiplier_of(privacy: PrivacyConfig) -> float:
 
 
 def check_limits(config: RunConfig, node_config: NodeConfig) -> None:
-    """PrivacyRefused, one line, if the run is beyond a limit: key, value, what this site allows."""
-    check_names(node_config)
-    limits, privacy = site_limits(node_config), config.privacy
+    """PrivacyRefused, one line, if the run is beyond a limit: key, value, what this site allows.
+
+    ValueError for an unknown key of the node config.
+    """
+    for key in node_config:
+        refuse_unknown("node config key", key, list(NODE_KEYS))
+    limits, privacy = site_limits(), config.privacy
     if privacy.epsilon:  # what no server of Keel's asks for, and what would leave without noise
         try:
             validate(config)
@@ -177,8 +135,15 @@ def check_limits(config: RunConfig, node_config: NodeConfig) -> None:
                 f"privacy.clip-norm = {privacy.clip_norm:g}, privacy.delta = {privacy.delta:g}: "
                 "the noise is not a finite number: lower clip-norm, or raise delta"
             )
-    if not limits.is_set:
-        return
+    if limits.is_set:
+        check_release(privacy, limits, node_config)
+        ledger = Ledger()
+        with ledger.locked(fcntl.LOCK_SH):
+            ledger.check(privacy, limits)
+
+
+def check_release(privacy: PrivacyConfig, limits: SiteLimits, node_config: NodeConfig) -> None:
+    """PrivacyRefused if one release of the run is beyond a limit."""
     if is_deployed(node_config) and "source" not in node_config:  # removed by a run's code, maybe
         raise PrivacyRefused(
             "this site has privacy limits, but its node config has no 'source': add "
@@ -194,95 +159,86 @@ def check_limits(config: RunConfig, node_config: NodeConfig) -> None:
         raise PrivacyRefused(
             f"privacy.epsilon = {privacy.epsilon:g}: its noise is {multiplier:.4g} times the "
             f"sensitivity 2 clip-norm, this site allows {limits.min_noise_multiplier:g} or more "
-            "(privacy-min-noise-multiplier)"
+            f"({MIN_NOISE})"
         )
     if privacy.clip_norm > limits.max_clip_norm:
         raise PrivacyRefused(
             f"privacy.clip-norm = {privacy.clip_norm:.15g}: this site allows "
-            f"{limits.max_clip_norm:.15g} or less (privacy-max-clip-norm)"
+            f"{limits.max_clip_norm:.15g} or less ({MAX_CLIP})"
         )
     if not privacy.withholds_metrics and not limits.allows_exact_metrics:
         raise PrivacyRefused(
-            f"privacy.metrics = {privacy.metrics!r}: this site allows 'withheld' only "
-            "(privacy-metrics)"
+            f"privacy.metrics = {privacy.metrics!r}: this site allows 'withheld' only ({METRICS})"
         )
-    ledger = Ledger(node_config)
-    with ledger.locked(fcntl.LOCK_SH):
-        ledger.check(privacy, limits)
 
 
 class Ledger:
-    """Every noised release of one data set, over all runs, servers and restarts.
+    """Every noised release under this $KEEL_HOME, over all data, runs, servers and restarts.
 
-    One file under $KEEL_HOME/privacy for each `source`, so that renaming the client does not start
-    a new one. Runs without noise are not recorded.
+    Runs without noise are not recorded.
     """
 
-    def __init__(self, node_config: NodeConfig) -> None:
-        source = str(node_config.get("source", ""))
-        kind, colon, path = source.partition(":")
-        if colon:
-            source = f"{kind}:{Path(os.path.expanduser(path)).resolve()}"
-        self.data = source or f"partition {node_config.get('partition-id')}"
-        self.path = keel_home() / "privacy" / f"{digest(self.data.encode())}.jsonl"
+    def __init__(self) -> None:
+        self.path = keel_home() / "privacy" / "ledger.jsonl"
         self.newest = self.path.with_suffix(".newest")  # the digest of its newest line
 
     @contextmanager
     def locked(self, how: int) -> Iterator[None]:
-        """Hold the lock of all ledgers: two runs may use the same data, or share a budget."""
+        """Hold the ledger's lock: several workers may share it."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with (self.path.parent / ".lock").open("w") as lock:
             fcntl.flock(lock, how)
             yield
 
-    def total_spent(self) -> float:
-        """`spent` of this data set; with a budget in the environment, of all of this machine."""
-        if not os.environ.get(variable_of("privacy-budget-epsilon")):
-            return self.spent()
-        found = self.path.parent.glob("[0-9a-f]" * 16 + ".[jn]*")
-        paths = {path.with_suffix(".jsonl") for path in found if path.is_file()}
-        return sum(ledger.spent() for ledger in map(self.beside, paths | {self.path}))
-
-    def beside(self, path: Path) -> "Ledger":
-        """The ledger in another file of the same folder."""
-        other = copy.copy(self)
-        other.path, other.newest = path, path.with_suffix(".newest")
-        return other
-
     def spent(self) -> float:
         """Sum of 1 / multiplier^2 over the releases so far.
 
-        PrivacyRefused if the file was changed, or if the newest line ever written is missing.
+        PrivacyRefused if the file was changed, or the newest line that was ever written is missing.
         """
         entries = self.entries()
-        if self.is_cut_short(entries):
-            problem = (
-                "its newest lines are missing: what this site spent is not known; restore the file "
-                "from a backup that has them"
+        digests = {entry["digest"] for entry in entries}
+        if self.newest.exists() and self.newest.read_text() not in digests:
+            raise self.refusal(
+                f"{self.path}: its newest lines are missing: restore the file from a backup"
             )
-            raise PrivacyRefused(f"{self.path}: {problem}", f"this site's ledger: {problem}")
         return float(sum(entry["multiplier"] ** -2 for entry in entries))
+
+    def entries(self) -> list[Entry]:
+        """The releases so far. PrivacyRefused if the file was changed."""
+        try:
+            return list(read_chain(self.path)) if self.path.exists() else []
+        except ValueError as error:
+            raise self.refusal(str(error)) from error
+
+    def refusal(self, message: str) -> PrivacyRefused:
+        """The error for what is wrong with the ledger."""
+        nameless = message.replace(str(self.path), "this site's ledger")
+        nameless = nameless.replace(str(self.path.parent), "this site's folder of ledgers")
+        return PrivacyRefused(message, nameless)
 
     def check(self, privacy: PrivacyConfig, limits: SiteLimits) -> None:
         """PrivacyRefused if one more release is beyond the budget; needs `locked`."""
+        total = self.spent() + multiplier_of(privacy) ** -2
         if math.isinf(limits.budget_epsilon):
             return
-        total = self.total_spent() + multiplier_of(privacy) ** -2
+        if any(self.path.parent.glob(f"{'[0-9a-f]' * 16}.jsonl")):
+            raise self.refusal(
+                f"{self.path.parent}: has a ledger for each source, as Keel 0.2 writes them: their "
+                "releases are not counted; move them away, and lower the budget by what they spent"
+            )
         epsilon = composed_epsilon(total**-0.5, limits.budget_delta)
         if epsilon > limits.budget_epsilon:
             raise PrivacyRefused(
                 f"privacy.epsilon = {privacy.epsilon:g}: with this release the site would have "
                 f"spent epsilon {epsilon:.4g} at delta {limits.budget_delta:g}, it allows "
-                f"{limits.budget_epsilon:g} (privacy-budget-epsilon)"
+                f"{limits.budget_epsilon:g} ({BUDGET})"
             )
 
-    def charge(self, config: RunConfig, node_config: NodeConfig, about: Mapping[str, Any]) -> None:
+    def charge(self, privacy: PrivacyConfig, about: Mapping[str, Any]) -> None:
         """Record a release that is about to be made; PrivacyRefused if it no longer fits."""
         with self.locked(fcntl.LOCK_EX):
-            privacy = config.privacy
-            self.check(privacy, site_limits(node_config))
+            self.check(privacy, site_limits())
             entry = {
-                "data": self.data,
                 **about,
                 "time": round(time.time(), 3),
                 "epsilon": privacy.epsilon,
@@ -290,30 +246,14 @@ class Ledger:
                 "clip_norm": privacy.clip_norm,
                 "multiplier": multiplier_of(privacy),
             }
-            is_cut_short = self.is_cut_short(self.entries())
             chain = Chain(self.path)
             chain.append([entry])
-            if not is_cut_short:  # or the next look would find nothing missing
-                write_atomically(self.newest, chain.newest.encode())
-
-    def entries(self) -> list[Entry]:
-        """The releases so far. PrivacyRefused if the file was changed."""
-        try:
-            return list(read_chain(self.path)) if self.path.exists() else []
-        except ValueError as error:
-            nameless = str(error).replace(str(self.path), "this site's ledger")
-            raise PrivacyRefused(str(error), nameless) from error
-
-    def is_cut_short(self, entries: Sequence[Entry]) -> bool:
-        """Whether the newest line that was ever written is not among the entries any more."""
-        if not self.newest.exists():
-            return False
-        return self.newest.read_text() not in {entry["digest"] for entry in entries}
+            write_atomically(self.newest, chain.newest.encode())
 
 
-def spent_epsilon(node_config: NodeConfig, delta: float) -> float:
+def spent_epsilon(delta: float) -> float:
     """The total epsilon of this site's releases so far; PrivacyRefused where it is not known."""
-    total = Ledger(node_config).total_spent()
+    total = Ledger().spent()
     return composed_epsilon(total**-0.5, delta) if total else 0.0
 
 
@@ -322,5 +262,6 @@ def charge_release(
 ) -> None:
     """Record a noised release, unless it is a simulation's."""
     if config.privacy.epsilon and is_site(node_config):
-        about = {"client": client, "run": run, "round": round_}
-        Ledger(node_config).charge(config, node_config, about)
+        data = node_config.get("source") or f"partition {node_config.get('partition-id')}"
+        about = {"data": data, "client": client, "run": run, "round": round_}
+        Ledger().charge(config.privacy, about)

@@ -154,17 +154,16 @@ def check_data(
 
 
 @check
-def check_privacy_limits(source: str) -> Iterator[Finding]:
+def check_privacy_limits() -> Iterator[Finding]:
     """Which limits the site's environment sets, and that they are valid; the budget spent."""
-    from client_app.site_privacy import KEYS, check_names, site_limits, spent_epsilon, variable_of
+    from client_app.site_privacy import VARIABLES, site_limits, spent_epsilon
 
-    check_names({})
-    limits = site_limits({})
-    found = {key: os.environ.get(variable_of(key)) for key in KEYS}
-    stated = [f"{key} = {value}" for key, value in found.items() if value]
+    limits = site_limits()
+    found = {name: os.environ.get(name) for name in VARIABLES}
+    stated = [f"{name} = {value}" for name, value in found.items() if value]
     yield fine(f"privacy limits: {', '.join(stated) or 'none in the environment'}")
     if math.isfinite(limits.budget_epsilon):
-        spent = spent_epsilon({"source": source}, limits.budget_delta)
+        spent = spent_epsilon(limits.budget_delta)
         yield fine(
             f"privacy limits: epsilon {spent:.4g} of {limits.budget_epsilon:g} is spent, at delta "
             f"{limits.budget_delta:g}"
@@ -203,7 +202,7 @@ def check_runtime(
             yield from check_data(source, classes, {"model": model} if model else {})
         else:
             yield skipped("data: neither --source nor KEEL_SOURCE names it")
-        yield from check_privacy_limits(source)
+        yield from check_privacy_limits()
         if worker is None:
             yield skipped("worker: neither --worker nor KEEL_WORKER names its socket")
         yield from check_worker(worker)

@@ -155,8 +155,7 @@ def test_what_the_worker_reads_from_its_environment_reaches_it():
 def test_a_site_s_privacy_limits_reach_the_process_that_enforces_them():
     """Set beside `make deploy-client`, they would otherwise look as if they held."""
     environment = files["client"]["services"]["worker"]["environment"]
-    for key in site_privacy.KEYS:
-        variable = site_privacy.variable_of(key)
+    for variable in site_privacy.VARIABLES:
         assert environment[variable] == f"${{{variable}:-}}"
 
 

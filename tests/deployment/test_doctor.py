@@ -36,19 +36,19 @@ def test_what_it_cannot_check_it_says(home, monkeypatch):
 def test_privacy_limits_of_the_environment(home, monkeypatch):
     """With a limit that cannot be read the worker starts, and refuses every run."""
     asked = ("client", "--inside", "--device", "cpu")
-    for key in site_privacy.KEYS:
-        monkeypatch.delenv(site_privacy.variable_of(key), raising=False)
+    for name in site_privacy.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
     none = "ok       privacy limits: none in the environment"  # lost with a deployment, maybe
     assert none in doctor(*asked)[1]
     monkeypatch.setenv("KEEL_PRIVACY_MAX_CLIP_NORM", "1")
-    assert "ok       privacy limits: privacy-max-clip-norm = 1" in doctor(*asked)[1]
+    assert "ok       privacy limits: KEEL_PRIVACY_MAX_CLIP_NORM = 1" in doctor(*asked)[1]
     monkeypatch.setenv("KEEL_PRIVACY_BUDGET_EPSILON", "8")
     found = "ok       privacy limits: epsilon 0 of 8 is spent, at delta 1e-05"
     assert found in doctor(*asked)[1]
     monkeypatch.setenv("KEEL_PRIVACY_BUDGET_EPSILON", "8,0")
     status, lines = doctor(*asked)
     (line,) = [line for line in lines if line.startswith("PROBLEM")]
-    found = "privacy-budget-epsilon = '8,0' of this site: expected a number > 0"
+    found = "KEEL_PRIVACY_BUDGET_EPSILON = '8,0' of this site: expected a number > 0"
     assert line == f"PROBLEM  privacy limits: {found}"
     assert status == 1
     monkeypatch.setenv("KEEL_PRIVACY_BUDGET_EPSILON", "8")
