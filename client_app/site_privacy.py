@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from client_app.methods import method_of
 from client_app.node_config import NODE_KEYS, NodeConfig, is_deployed
 from protocol.chained import Chain, Entry, read_chain
 from protocol.config import PrivacyConfig, RunConfig, keel_home, refuse_unknown, validate
@@ -128,6 +129,7 @@ def check_limits(config: RunConfig, node_config: NodeConfig) -> None:
     if privacy.epsilon:  # what no server of Keel's asks for, and what would leave without noise
         try:
             validate(config)
+            method_of(config)
         except ValueError as error:
             raise PrivacyRefused(in_one_line(error)) from error
         if not math.isfinite(multiplier_of(privacy)):  # no budget covers an infinite cost

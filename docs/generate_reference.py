@@ -13,6 +13,7 @@ sys.path.insert(0, str(repository))
 import typer  # noqa: E402
 from typer.cli import get_docs_for_click  # noqa: E402
 
+from client_app.methods import documentation, method_class  # noqa: E402
 from keel.cli import main as command_line  # noqa: E402
 from keel.cli.catalog import CONFIG_GROUPS, option_rows  # noqa: E402
 from keel.tables import markdown as table  # noqa: E402
@@ -86,13 +87,13 @@ def methods_page() -> str:
         "differences from them.",
     ]
     for name in catalogue.method_names():
-        spec = catalogue.method_spec(name)
+        spec, text = method_class(name), documentation(name)
         abilities = [words for flag, words in flag_words.items() if getattr(spec, flag)]
-        parts += [f"## {name}", f"{spec.summary}"]
+        parts += [f"## {name}", text.partition("\n")[0]]
         parts.append("\n".join(f"- {words}" for words in abilities))
-        rest = spec.documentation.partition("\n")[2].strip()
+        rest = text.partition("\n")[2].strip()
         parts.append(f"```text\n{rest}\n```" if rest else "")
-        parts.append(options_table(spec.options, f"{name}."))
+        parts.append(options_table(spec, f"{name}."))
     return "\n\n".join(part for part in parts if part)
 
 

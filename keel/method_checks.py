@@ -27,18 +27,19 @@ from client_app.round import RoundContext
 from client_app.samples import Pixels, Step
 from client_app.setup import dataset_spec_of, model_for, open_source
 from client_app.state import StateFolder
+from keel.class_checks import class_problems, function_problems
 from keel.cli.new_method import placeholders
 from models import StagedModel
-from protocol.catalogue import FLAGS, method_spec
+from protocol.catalogue import app_folder, method_stem
 from protocol.code import line_in_method
-from protocol.config import RunConfig, app_folder, default_config, resolve_config
+from protocol.config import RunConfig, default_config, resolve_config
 from protocol.messages import Arrays, TrainRequest
 from protocol.models import MODELS
-from protocol.options import OptionValue, keys_of, parse_options
+from protocol.options import ConfigError, OptionValue, keys_of, parse_options
 from protocol.packing import DTYPES
 from server_app.inline import run_inline
 from server_app.load_model import stored_model
-from strategies import server_half, strategy_for
+from strategies import Average, server_half, strategy_for
 from strategies.sampling import name_of
 
 num_images, num_classes, image_size = 60, 3, 28
@@ -177,6 +178,19 @@ def check_update(method: Method, update: Any) -> None:
     require(
         method.is_stateful == bool(update.state),
         f"is_stateful = {method.is_stateful}, and {name} returns state {groups or 'none'}",
+    )
+
+
+def class_is_as_expected(subject: Subject) -> None:
+    """Both halves declare options and flags and have functions that Keel reads and calls."""
+    cls, half = method_class(subject.name), server_half(subject.name)
+    problems = [*class_problems(cls), *(function_problems(half) if half is not Average else ())]
+    require(not problems, "; ".join(problems[:1]))
+    file = app_folder / "strategies" / f"{method_stem(subject.name)}.py"
+    require(
+        file.exists() == cls.has_own_server_half,
+        f"has_own_server_half = {cls.has_own_server_half}, and strategies/{file.name} "
+        f"{'exists' if file.exists() else 'does not exist'}",
     )
 
 
@@ -478,16 +492,7 @@ def first_round_is_fedavg(subject: Subject) -> None:
 def flags_are_consistent(subject: Subject) -> None:
     """What the capability flags allow works, and what they rule out is refused."""
     config = subject.config()
-    method, name = method_of(config), subject.name
-    cls, spec = method_class(name), method_spec(name)
-    for flag in FLAGS:
-        of_class, of_file = getattr(cls, flag), getattr(spec, flag)
-        require(
-            of_class == of_file,
-            f"{cls.__name__}.{flag} is {of_class!r}, but {of_file!r} where the server reads the "
-            "file without importing it: set it to a literal in the body of the class",
-        )
-    server_half(name)
+    method = method_of(config)
     update, ctx = subject.trained(config), subject.round(config, 2, {})
     personal = method.personal_model(ctx, update.state)
     require(
@@ -517,10 +522,10 @@ def flags_are_consistent(subject: Subject) -> None:
     ):
         if flag == "supports_privacy" and has_batch_norm:
             continue  # refused with every method
-        is_refused = False
+        altered, is_refused = resolve_config(subject.keys() | keys), False
         try:
-            altered = resolve_config(subject.keys() | keys)
-        except ValueError:
+            method_of(altered)
+        except ConfigError:
             is_refused = True
         is_supported = getattr(method, flag)
         require(
@@ -537,6 +542,7 @@ def flags_are_consistent(subject: Subject) -> None:
 
 
 CHECKS: dict[str, Callable[[Subject], None]] = {
+    "both halves are declared as Keel reads them": class_is_as_expected,
     "options are documented and have defaults": options_documented,
     "source is named": source_is_named,
     "loss terms are scalars": loss_terms_are_scalars,

@@ -3,7 +3,7 @@
 import inspect
 import traceback
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,27 +69,6 @@ def place_of(function: Callable[..., Any]) -> str:
     if path.is_relative_to(app_folder):
         path = path.relative_to(app_folder)
     return f"{function.__qualname__} ({path.as_posix()}:{code.co_firstlineno})"
-
-
-@cache  # a method is looked up several times for each client of a round
-def check_signatures(half: type[Any]) -> None:
-    """ValueError if a method's half has a function that Keel cannot call as that of the base."""
-    for name in dir(half):
-        function = inspect.getattr_static(half, name)  # not that of a staticmethod
-        base = [vars(each)[name] for each in half.__mro__ if name in vars(each)][-1:]  # its first
-        if name.startswith("_") or not all(map(inspect.isfunction, [function, *base])):
-            continue
-        found, expected = (inspect.signature(each) for each in (function, *base))
-        kinds = {each: expected.parameters[each].kind for each in expected.parameters}
-        plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        by_name = [each for each in kinds if kinds[each] is inspect.Parameter.KEYWORD_ONLY]
-        try:
-            found.bind(*(n for n in kinds if kinds[n] in plain), **dict.fromkeys(by_name))
-        except TypeError:
-            raise ValueError(
-                f"{place_of(function)} takes ({', '.join(found.parameters)}): "
-                f"expected ({', '.join(expected.parameters)})"
-            ) from None
 
 
 def line_in_method(error: BaseException) -> str:

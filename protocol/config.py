@@ -2,8 +2,9 @@
 
 Order of precedence: overrides (`--run-config`), then the preset, then pyproject.toml.
 Tables such as `fedintr.*` hold the options of one method or server optimizer, declared where it is
-implemented (`protocol.catalogue`), so that a new method touches nothing here. Nothing here imports
-torch: a mistake is refused in a fraction of a second.
+implemented and checked when its class is imported (`client_app.methods.method_of`), so that a new
+method touches nothing here. Nothing here imports torch: a mistake in a common key or in a name is
+refused in a fraction of a second.
 """
 
 import json
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 import yaml
 
 from protocol.catalogue import app_folder as app_folder
-from protocol.catalogue import method_names, method_spec
+from protocol.catalogue import classes, method_names
 from protocol.files import STATE_FILE, full_path
 from protocol.models import IMAGE_SIZES, MODELS
 from protocol.options import (
@@ -31,7 +32,6 @@ from protocol.options import (
     at_least,
     between,
     did_you_mean,
-    keys_of,
     matching,
     more_than,
     one_of,
@@ -409,9 +409,9 @@ class RunConfig:
         return parse_options(cls, self.flat, prefix=f"{name}.")
 
     def method_options(self) -> Any:
-        """The method's options and capability flags, of the type `MethodSpec.options`."""
+        """The method's options and capability flags; `client_app.methods` has registered it."""
         name = self.rounds.method
-        return self.table(name, method_spec(name).options)
+        return self.table(name, classes[name])
 
     def server_optimizer_options(self) -> Any:
         """The server optimizer's options, of its type in SERVER_OPTIMIZERS."""
@@ -559,41 +559,17 @@ def _parse(flat: FlatConfig) -> RunConfig:
 
 
 def validate(config: RunConfig) -> None:
-    """ValueError, one line, for unknown names and for keys that contradict each other.
+    """ConfigError, one line, for unknown names and for keys that contradict each other.
 
-    Everything that can be checked without torch, data or clients.
+    Everything that can be checked without torch, data, clients or the method's class.
     """
-    _validate_names(config)
-    _validate_method(config)
-    defaults = _defaults()
-    changed = {
-        key.partition(".")[0] for key, value in config.flat.items() if value != defaults.get(key)
-    }
-    used = {config.rounds.method, config.rounds.server_optimizer}
-    for name in sorted(changed | used):  # a value that nothing accepts is a mistake in any run
-        if name in method_names():
-            _check_table(config, name, method_spec(name).options)
-        elif name in SERVER_OPTIMIZERS:
-            _check_table(config, name, SERVER_OPTIMIZERS[name])
-
-
-def _check_table(config: RunConfig, name: str, options: type[Any]) -> None:
-    """ValueError unless the keys `name.*` are the options of a method or server optimizer."""
-    config.table(name, options)
-    prefix = f"{name}."
-    allowed = [prefix + key for key in keys_of(options)]
-    for key, value in config.flat.items():
-        if key.startswith(prefix) and key not in allowed:
-            raise ConfigError(
-                key,
-                f"{key} = {value!r}: {name} has no such option, so it would have no effect; remove "
-                f"it from [tool.flwr.app.config.{name}] in pyproject.toml, or declare it in the "
-                f"class; options: {', '.join(allowed) or 'none'}",
-            )
-
-
-def _validate_names(config: RunConfig) -> None:
-    rounds, model = config.rounds, config.model
+    rounds, model, epsilon = config.rounds, config.model, config.privacy.epsilon
+    if config.train.cuda_graphs and config.train.compile:
+        raise ConfigError(
+            "compile",
+            "compile = true: cuda-graphs = true records the steps of a network that is not "
+            "compiled; leave out compile or cuda-graphs",
+        )
     refuse_unknown("method", rounds.method, list(method_names()))
     refuse_unknown("server-optimizer", rounds.server_optimizer, list(SERVER_OPTIMIZERS))
     refuse_unknown("model", model.model, list(MODELS))
@@ -603,14 +579,7 @@ def _validate_names(config: RunConfig) -> None:
         refuse_unknown("diagnostics", name, ["all", *DIAGNOSTICS])
     MODELS[model.model].check(model.model, model.norm, model.width)
     parse_source(config.data.source)
-
-
-def _validate_method(config: RunConfig) -> None:
-    """What the run asks of its method against the method's capability flags."""
-    rounds, model, epsilon = config.rounds, config.model, config.privacy.epsilon
-    name, method, server = rounds.method, config.method_options(), config.server_optimizer_options()
-    has_batch_norm = MODELS[model.model].norm_layer(model.norm) == "batch"
-    remedy = MODELS[model.model].without_batch_norm(model.model)
+    config.server_optimizer_options()
     if 0 < epsilon < SMALLEST_EPSILON:
         raise ConfigError(
             "privacy.epsilon",
@@ -622,63 +591,4 @@ def _validate_method(config: RunConfig) -> None:
             "privacy.epsilon",
             f"privacy.epsilon = {epsilon}: the Gaussian mechanism's formula needs a number below 1 "
             "for one release; 0 turns noise and clipping off",
-        )
-    if epsilon and not method.supports_privacy:
-        able = [other for other in method_names() if method_spec(other).supports_privacy]
-        raise ConfigError(
-            "privacy.epsilon",
-            f"privacy.epsilon = {epsilon}: method {name} sends nothing that is clipped and noised; "
-            f"expected 0, or one of the methods {', '.join(able)}",
-        )
-    if has_batch_norm and not method.supports_batch_norm:
-        raise ConfigError(
-            "model",
-            f"model = {model.model!r} with BatchNorm: under {name} nobody updates the shared "
-            f"model's running statistics, which would stay 0 and 1; {remedy}",
-        )
-    if epsilon and has_batch_norm:
-        raise ConfigError(
-            "privacy.epsilon",
-            f"privacy.epsilon = {epsilon}: {model.model} with BatchNorm would send its statistics "
-            f"without noise; {remedy}",
-        )
-    if not method.supports_server_optimizer:
-        for key, value, plain in (
-            ("server-optimizer", rounds.server_optimizer, "fedavg"),
-            ("aggregation", rounds.aggregation, "mean"),
-        ):
-            if value != plain:
-                raise ConfigError(
-                    key,
-                    f"{key} = {value!r}: {name} has a server update of its own; {key} has to be "
-                    f"{plain} with it",
-                )
-    if not method.supports_weighting and rounds.weighting not in ("auto", method.default_weighting):
-        raise ConfigError(
-            "weighting",
-            f"weighting = {rounds.weighting!r}: the server update of {name} is defined for "
-            f"{method.default_weighting} weights; weighting has to be auto or "
-            f"{method.default_weighting}",
-        )
-    term = server.client_term
-    weight = getattr(server, term) if term else 0
-    if weight and not method.is_local_objective:
-        key = f"{rounds.server_optimizer}.{term}"
-        raise ConfigError(
-            key,
-            f"{key} = {weight}: {name} trains without the clients' term of "
-            f"{rounds.server_optimizer}; it has to be 0 with it",
-        )
-    if config.client_models and not method.supports_mixed_architectures:
-        able = [n for n in method_names() if method_spec(n).supports_mixed_architectures]
-        raise ConfigError(
-            "client-models",
-            f"client-models = {model.client_models!r}: with {name} all clients train one network; "
-            f"leave the key out, or set method to {' or '.join(able)}",
-        )
-    if rounds.evaluate_clients == "none" and method.is_personal and not method.has_global_model:
-        raise ConfigError(
-            "evaluate-clients",
-            f"evaluate-clients = 'none': {name} has no global model, so nothing would be "
-            "evaluated; it has to be auto, cohort or all",
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 from client_app.methods import method_of
 from client_app.setup import client_indices, model_for, representation_width
 from data.sources import Source
-from protocol.catalogue import method_names, method_spec
+from protocol.catalogue import classes, method_names
 from protocol.config import RunConfig
 from protocol.files import write_atomically
 from protocol.messages import RosterEntry, roster_entry
@@ -195,7 +195,7 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
     method = method_of(config)
     others = [e for e in by_name if e.model != config.model.model]
     if others and not method.supports_mixed_architectures:
-        able = ", ".join(n for n in method_names() if method_spec(n).supports_mixed_architectures)
+        able = ", ".join(n for n in method_names() if classes[n].supports_mixed_architectures)
         raise ValueError(
             f"client {others[0].client} trains {others[0].model}, the run {config.model.model}: "
             f"methods that allow several architectures: {able}"

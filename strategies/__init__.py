@@ -5,51 +5,32 @@ A server half of its own is in strategies/<name>.py.
 
 import pkgutil
 from contextlib import suppress
-from importlib.util import find_spec
-from inspect import isfunction
 
 from models import StagedModel
-from protocol.catalogue import imported, method_spec, method_stem
-from protocol.code import check_signatures, place_of
+from protocol.catalogue import classes, imported, method_stem
+from protocol.code import place_of
 from protocol.config import RunConfig
-from protocol.options import did_you_mean
 from strategies.average import Average, returned
 
 
 def server_half(method: str) -> type[Average]:
-    """The class of a method's server half.
-
-    ValueError where its own is missing or not announced, or has a public function that no
-    base class has, which would never be called, or that Keel cannot call as the base's.
-    """
-    has_own, stem = method_spec(method).has_own_server_half, method_stem(method)
-    halves: list[type[Average]] = []
-    is_there = find_spec(f"{__name__}.{stem}") is not None
-    if is_there:
-        module = imported(f"{__name__}.{stem}")
-        classes = [value for value in vars(module).values() if isinstance(value, type)]
-        halves = [c for c in classes if issubclass(c, Average) and c.__module__ == module.__name__]
-    if len(halves) != has_own:
-        found = f"defines {len(halves)} subclasses of Average" if is_there else "does not exist"
+    """The class of a method's server half; ValueError if its own file does not define one."""
+    if not classes[method].has_own_server_half:
+        return Average
+    module = imported(f"{__name__}.{method_stem(method)}")
+    halves: list[type[Average]] = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and issubclass(value, Average)
+        and value.__module__ == module.__name__
+    ]
+    if len(halves) != 1:
         raise ValueError(
-            f"method {method} has has_own_server_half = {has_own} (client_app/methods/{stem}.py), "
-            f"and strategies/{stem}.py {found}: expected {int(has_own)} subclass of Average in it"
+            f"{module.__file__} defines {len(halves)} subclasses of Average: expected one, the "
+            f"server half of {method}"
         )
-    for half in halves:
-        _check_functions(half)
-        check_signatures(half)
-    return halves[0] if halves else Average
-
-
-def _check_functions(half: type[Average]) -> None:
-    """ValueError if a server half has a public function that no base class has."""
-    inherited = {name for base in half.__bases__ for name in dir(base)}
-    for name, value in vars(half).items():
-        if isfunction(value) and not name.startswith("_") and name not in inherited:
-            raise ValueError(
-                f"{place_of(value)}: no base class has a function of this name, so Keel never "
-                "calls it; begin the name of a helper with _" + did_you_mean(name, inherited)
-            )
+    return halves[0]
 
 
 def strategy_for(config: RunConfig, model: StagedModel) -> Average:

@@ -8,22 +8,21 @@ import torch
 import torch.nn.functional as F
 from client_fixtures import NUM_CLASSES, SHAPE, differ, initial, make_config, make_round, train
 
-from client_app.methods import method_class
+from client_app.methods import method_class, method_of
 from client_app.methods.fedavg import FedAvg
 from client_app.methods.fedprox import FedProx
 from client_app.objective import LocalObjective
 from client_app.privacy import privatise
 from client_app.setup import build_network
-from protocol.catalogue import method_names
+from protocol.catalogue import classes, method_names
 
 METHODS = {name: method_class(name) for name in method_names()}
 
 
 def with_method(monkeypatch, name, cls):
     """Has `method_class` return `cls` for the method."""
-    found = METHODS | {name: cls}
-    for module in ("client_app.methods", "keel.method_checks"):
-        monkeypatch.setattr(f"{module}.method_class", found.__getitem__)
+    monkeypatch.setitem(classes, name, cls)
+    method_of.cache_clear()  # of configs that another test has read
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,38 @@
 """The client half of every method, by name: each file here defines one."""
 
+import sys
 from contextlib import suppress
+from functools import lru_cache
 
+from client_app.config_checks import check_method_config, check_tables
 from client_app.method import Method
-from protocol.catalogue import imported, method_names, method_spec, method_stem
-from protocol.code import check_signatures
+from protocol.catalogue import classes, imported, method_names, method_stem
 from protocol.config import RunConfig, refuse_unknown
 
 
 def method_class(name: str) -> type[Method]:
-    """The class that client_app/methods/<name>.py defines; ValueError if Keel cannot call it."""
-    module = imported(f"{__name__}.{method_stem(name)}")
-    found: type[Method] = getattr(module, method_spec(name).class_name)
-    check_signatures(found)  # type: ignore[arg-type]  # mypy: not hashable
-    return found
+    """The class that client_app/methods/<name>.py defines.
+
+    ValueError, one line, if the file has an error, or defines no method or two.
+    """
+    if name not in classes:
+        module = imported(f"{__name__}.{method_stem(name)}")
+        found = [
+            value
+            for value in vars(module).values()
+            if isinstance(value, type)
+            and issubclass(value, Method)
+            and value.__module__ == module.__name__
+            and not value.__name__.startswith("_")
+        ]
+        if len(found) != 1:
+            names = ", ".join(each.__name__ for each in found) or "none"
+            raise ValueError(
+                f"{module.__file__} defines {len(found)} methods ({names}): expected one subclass "
+                "of Method or LocalObjective; begin the name of a base class with _"
+            )
+        classes[name] = found[0]
+    return classes[name]
 
 
 # All are imported now: a process must run the code that its digest is of, even if a file is edited.
@@ -22,8 +41,21 @@ for each in method_names():
         method_class(each)
 
 
+def documentation(name: str) -> str:
+    """The docstring of the method's file."""
+    return sys.modules[method_class(name).__module__].__doc__ or ""
+
+
+@lru_cache(maxsize=64)  # a config is compared by identity
 def method_of(config: RunConfig) -> Method:
-    """The run's method with its options; ValueError naming the key if one is not allowed."""
+    """The run's method with its options.
+
+    ConfigError if an option is not allowed, or if the run asks of the method what it cannot do.
+    """
     name = config.rounds.method
     refuse_unknown("method", name, list(method_names()))
-    return config.table(name, method_class(name))
+    method_class(name)
+    check_tables(config)
+    method: Method = config.method_options()
+    check_method_config(config, method)
+    return method

@@ -1,7 +1,7 @@
 """`keel methods`, `models`, `datasets`, `presets`, `keys`: listings generated from the registries.
 
-torch is imported only to measure (models' speed, methods' traffic); the results are cached under
-$KEEL_HOME/cache until torch or the code that they depend on changes.
+What is measured (models' speed, methods' traffic) is cached under $KEEL_HOME/cache until torch or
+the code that it depends on changes.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keel.tables import add_column, is_too_wide, markdown, print_table, terminal_console
-from protocol.catalogue import MethodSpec, method_names, method_spec, method_stem
+from protocol.catalogue import method_names, method_stem
 from protocol.config import (
     DataConfig,
     ModelConfig,
@@ -78,18 +78,20 @@ def methods(
         show(rows, as_json, "Methods", traffic_how, ["client state"], ["extra forwards"])
         return
     refuse_unknown("method", name, list(method_names()))
-    spec = method_spec(name)
+    from client_app.methods import documentation, method_class
+
+    spec = method_class(name)
     facts = {
         "method": name,
-        "summary": spec.summary,
+        "summary": documentation(name).partition("\n")[0],
         "paper": spec.paper,
         "regularises": spec.regularises,
         "traffic": traffic_of_all()[name],
         "extra forwards": spec.extra_forwards,
         "file": f"client_app/methods/{method_stem(name)}.py",
-        "capabilities": capabilities(spec) if as_json else in_words(capabilities(spec)),
+        "capabilities": capabilities(name) if as_json else in_words(capabilities(name)),
     }
-    show_one(facts, {"options": option_rows(spec.options, f"{name}.")}, as_json)
+    show_one(facts, {"options": option_rows(spec, f"{name}.")}, as_json)
 
 
 traffic_how = (
@@ -100,6 +102,8 @@ traffic_how = (
 
 def method_rows() -> list[Row]:
     """One row per method."""
+    from client_app.methods import method_class
+
     traffic = traffic_of_all()
     return [
         {
@@ -112,7 +116,7 @@ def method_rows() -> list[Row]:
             "traffic": traffic[name],
             "extra forwards": spec.extra_forwards,
         }
-        for name, spec in ((name, method_spec(name)) for name in method_names())
+        for name, spec in ((name, method_class(name)) for name in method_names())
     ]
 
 
@@ -131,10 +135,13 @@ def markdown_table(rows: Iterable[Row]) -> str:
     return markdown(["method", *texts, "traffic", "extra forwards"], lines)
 
 
-def capabilities(spec: MethodSpec) -> Row:
+def capabilities(name: str) -> Row:
     """The method's capability flags with its default options."""
-    options = parse_options(spec.options, default_config(), prefix=f"{spec.name}.")
-    flags = [f.name for f in dataclasses.fields(spec) if f.name.startswith(FLAG_PREFIXES)]
+    from client_app.method import Method
+    from client_app.methods import method_class
+
+    options = parse_options(method_class(name), default_config(), prefix=f"{name}.")
+    flags = [flag for flag in Method.__annotations__ if flag.startswith(FLAG_PREFIXES)]
     return {flag: getattr(options, flag) for flag in (*flags, "default_weighting", "shared_part")}
 
 
@@ -422,6 +429,7 @@ def preset_row(name: str, again: bool = False, needed: bool = True) -> Row:
 
 def expected_seconds(config: RunConfig, speed: Row) -> float:
     """An estimate of a run's time on this machine; `estimated_how` describes it."""
+    from client_app.methods import method_class
     from data.readers import READERS
 
     rounds, data, spec = config.rounds, config.data, MODELS[config.model.model]
@@ -429,7 +437,7 @@ def expected_seconds(config: RunConfig, speed: Row) -> float:
     assert info is not None
     pixels = data.image_size or spec.image_size or info.image_shape[1]
     area = (pixels / (spec.image_size or 32)) ** 2
-    extra = re.match(r"\d+", method_spec(rounds.method).extra_forwards)
+    extra = re.match(r"\d+", method_class(rounds.method).extra_forwards)
     step_ms = speed["step_ms"] + int(extra[0] if extra else 1) * speed["forward_ms"]
     share = data.data_fraction * rounds.fraction_train * (1 - data.local_test_fraction)
     training_ms = info.num_train * share * config.train.local_epochs * step_ms
@@ -445,7 +453,9 @@ def keys(name: NameArgument = None, as_json: JsonOption = False) -> None:
     """
     groups = [*CONFIG_GROUPS, *((options, f"{n}.") for n, options in SERVER_OPTIMIZERS.items())]
     if name is not None:
-        groups += [(method_spec(method).options, f"{method}.") for method in method_names()]
+        from client_app.methods import method_class
+
+        groups += [(method_class(method), f"{method}.") for method in method_names()]
     rows = [row for options, prefix in groups for row in option_rows(options, prefix)]
     rows = [{"key": row.pop("option"), **row} for row in rows]
     if name is not None:

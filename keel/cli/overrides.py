@@ -3,6 +3,7 @@
 import tomllib
 from collections.abc import Mapping, Sequence
 
+from keel.cli.interrupts import uninterrupted
 from protocol.config import (
     DataConfig,
     RunConfig,
@@ -70,13 +71,18 @@ def typed_value(key: str, text: str, kind: type[OptionValue]) -> OptionValue:
 def checked_config(overrides: Mapping[str, OptionValue]) -> RunConfig:
     """The config of these overrides; ValueError, one line, naming several mistakes at once.
 
-    The key that an error names is set aside and the rest is checked again.
+    The key that an error names is set aside and the rest is checked again. The method's own options
+    and what the run asks of it are checked last, because this imports torch.
     """
     mistakes: list[str] = []
     rest = dict(overrides)
     while True:
         try:
             config = resolve_config(rest)
+            if not mistakes:
+                with uninterrupted():
+                    from client_app.methods import method_of
+                method_of(config)
             break
         except ConfigError as error:
             key = error.key

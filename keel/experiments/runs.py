@@ -12,7 +12,6 @@ from typing import Any
 from keel.experiments.measure import History, is_divergence
 from keel.experiments.recipe import Cell
 from keel.experiments.scale import SCALES, Keys, scaled
-from protocol.catalogue import method_spec
 from protocol.code import code_version
 from protocol.config import RunConfig, default_config, resolve_config
 from protocol.files import digest, write_atomically
@@ -231,8 +230,7 @@ def run_of(cell: Cell, candidate: Keys, seed: int, options: Options, output: Pat
     config = resolve_config(full)
     if not config.rounds.num_clients:
         raise ValueError("num-clients = 0: expected the recipe to set the number of clients")
-    method = method_spec(config.rounds.method)
-    if cell.only_last and method.is_adapted_from_global and method.is_stateful is not True:
+    if cell.only_last and is_adapted_without_state(config.rounds.method):
         full |= {"evaluate-every": config.rounds.num_rounds, **options.changes}
         config = resolve_config(full)
     name = name_of(config, cell.is_timed)
@@ -248,6 +246,14 @@ def run_of(cell: Cell, candidate: Keys, seed: int, options: Options, output: Pat
         only_last=cell.only_last,
         any_code=options.any_code,
     )
+
+
+def is_adapted_without_state(name: str) -> bool:
+    """Whether the method's personal model is made from the global one alone."""
+    from client_app.methods import method_class  # imports torch
+
+    method = method_class(name)
+    return method.is_adapted_from_global and method.is_stateful is not True
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import keel.model_speed
+from client_app.methods import method_class
 from keel.cli import catalog
 from keel.cli.main import main
 from keel.cli.overrides import parse_overrides
 from keel.model_speed import build, input_of
-from protocol.catalogue import method_names, method_spec
+from protocol.catalogue import method_names
 from protocol.config import app_folder, default_config, presets
 from protocol.models import MODELS
 from protocol.options import key_of
@@ -109,7 +110,7 @@ def test_a_listing_imports_no_torch_once_traffic_is_known(printed):
 
 def test_every_key_of_the_config_is_listed_by_keys_or_by_its_method(printed):
     listed = {row["key"]: row for row in as_json(printed, "keys")}
-    options = {f"{n}.{key_of(f)}" for n in method_names() for f in fields(method_spec(n).options)}
+    options = {f"{n}.{key_of(f)}" for n in method_names() for f in fields(method_class(n))}
     assert listed.keys() | options >= default_config().keys()
     assert listed["lr"]["default"] == default_config()["lr"]
     assert listed["momentum"]["range"] == "a number in [0, 1)"

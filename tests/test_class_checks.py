@@ -1,0 +1,99 @@
+"""`keel check-method` names what the classes of a method declare in a way that Keel cannot read."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+from method_fixtures import METHODS
+
+from client_app.objective import LocalObjective
+from keel.class_checks import class_problems, function_problems
+from protocol.config import default_config
+from protocol.options import at_least, keys_of, option
+from strategies import Average, server_half
+
+NAMES = {
+    "dataclass": dataclass,
+    "ClassVar": ClassVar,
+    "LocalObjective": LocalObjective,
+    "at_least": at_least,
+    "option": option,
+}
+
+
+def class_with(body: str, decorator: str = "@dataclass(frozen=True)") -> type[Any]:
+    """A local objective with this body."""
+    names: dict[str, Any] = {**NAMES, "__name__": __name__}
+    exec(f"{decorator}\nclass Mine(LocalObjective):\n    {body}", names)
+    found: type[Any] = names["Mine"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ("mu: float = 0.1", "mu"),
+        ('mu: list = option(at_least(0), "x")', "mu"),
+        ('mu: float = option("weight", "x")', "mu"),
+        ("uses_global: bool = True", "uses_global"),
+        ("has_own_server_hlaf: ClassVar[bool] = True", "has_own_server_half"),
+        ("has_own_server_hlaf = True", "has_own_server_half"),
+        ("supports_privacy: ClassVar[bool] = 'no'", "supports_privacy"),
+        ("default_weighting = 'exmaples'", "default_weighting"),
+        ("shared_part = 'head'", "shared_part"),
+        ("uses_previous = True", "is_stateful"),
+        ("def penalti(self, batch): ...", "penalty"),
+        ("def layers(self): ...", "layers"),
+        ("def penalty(self, batch, y): ...", "penalty"),
+    ],
+)
+def test_a_mistake_in_a_class_is_named(body, named):
+    [problem] = class_problems(class_with(body))
+    assert named in problem
+
+
+def test_a_class_without_the_decorator_is_named():
+    [problem] = class_problems(class_with('mu: float = option(at_least(0), "x")', ""))
+    assert "@dataclass" in problem
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        'mu: float = option(at_least(0), "x")',
+        'supports_weighting, default_weighting = False, "uniform"',
+        "uses_previous, is_stateful = True, True",
+        "def layers(self, m): ...",
+        "def layers(self, model, extra=1): ...",
+        "def layers(self, *anything): ...",
+        "@staticmethod\n    def layers(model): ...",
+        "def _half(self, batch): ...",
+    ],
+)
+def test_what_keel_can_read_and_call_is_accepted(body):
+    assert not [*class_problems(class_with(body))]
+
+
+def test_a_function_of_a_server_half_that_nothing_calls_is_named():
+    class Half(Average):
+        def next_arays(self, current, replies): ...
+
+    [problem] = function_problems(Half)
+    assert "next_arrays" in problem
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_methods_of_keel_are_declared_as_expected(name):
+    assert not [*class_problems(METHODS[name])]
+    if (half := server_half(name)) is not Average:
+        assert not [*function_problems(half)]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_option_has_a_default_and_every_default_an_option(name):
+    cls = METHODS[name]
+    declared = {f"{name}.{key}" for key in keys_of(cls)}
+    assert declared == {key for key in default_config() if key.startswith(f"{name}.")}
+    assert {*cls.duration_keys} <= {"local-epochs", *declared}
+    assert {*cls.rate_keys} <= {"lr", *declared}
+    assert cls.is_local_objective == issubclass(cls, LocalObjective)
