@@ -192,8 +192,6 @@ def test_a_method_that_inherits_supports_privacy_and_sends_something_without_noi
     )
 
 
-
-
 def test_a_personal_model_that_predict_would_not_use_is_named(only_flags, monkeypatch, tmp_path):
     @dataclass(frozen=True)
     class Mixed(METHODS["ditto"]):
