@@ -5,15 +5,23 @@ of a resident worker, that process sends its message there and never imports tor
 """
 
 import os
+import sys
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from client_app.worker_client import send_to_worker, worker_variable
-from flower_adapter.simulation_patches import replace_backend
+from flower_adapter import GPU_LOST
+from protocol.config import app_folder
+from protocol.ray_start import require_token
 
 app = ClientApp()
-replace_backend()  # in Flower's simulation, which loads this before it starts Ray
+if "flwr.server.superlink.fleet.vce.vce_api" in sys.modules and "ray" not in sys.modules:
+    # Flower's simulation loads this before it starts Ray, whose workers look for modules in the
+    # folder of this process first: that is the one in which the SuperLink was started
+    os.chdir(app_folder)
+    if not os.environ.get("RAY_ADDRESS"):
+        require_token()
 
 
 def replied(message: Message, context: Context) -> Message:
@@ -26,6 +34,9 @@ def replied(message: Message, context: Context) -> Message:
         from client_app.handlers import answer  # imports torch
 
         content = answer(message, context)
+        is_lost = isinstance(content, Error) and content.code == GPU_LOST
+        if is_lost and "ray" in sys.modules:  # a worker of a simulation, which Ray starts again
+            os._exit(1)
     return Message(content, reply_to=message)
 
 

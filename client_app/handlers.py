@@ -47,7 +47,6 @@ from protocol.messages import (
     TrainReply,
     TrainRequest,
     all_finite,
-    contents_to_simulate,
     find_record,
     get_record,
     last_accepted_round_of,
@@ -56,9 +55,9 @@ from protocol.messages import (
     read_request,
     reply_content,
     roster_content,
-    simulated_reply,
     tensors,
 )
+from protocol.simulated import joined_reply, split_content
 
 log = logging.getLogger("keel.client")
 process_cache = ProcessCache()
@@ -84,7 +83,7 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
     except ValueError as error:
         return error_reply(error, message, context)
     replies = []
-    for client, num_clients, content in contents_to_simulate(message.content):
+    for client, num_clients, content in split_content(message.content):
         own = copy.copy(message)
         own.content = content
         node_config: dict[str, bool | float | int | str] = {
@@ -96,7 +95,7 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
         if isinstance(reply, Error) and reply.code == GPU_LOST:
             return reply  # the others would fail too
         replies.append(reply)
-    return simulated_reply(replies)
+    return joined_reply(replies)
 
 
 def answer_as(message: Message, context: Context) -> RecordDict | Error:

@@ -61,6 +61,11 @@ def machine(device: torch.device) -> str:
     return f"cpu: {name or platform.processor() or platform.machine()}"
 
 
+def host_name() -> str:
+    """The name of this machine."""
+    return platform.node()
+
+
 def device_label(device: torch.device) -> str:
     """`cpu`, or the GPU as the machine numbers it, of which this process may see a part."""
     if device.type != "cuda":
@@ -90,12 +95,14 @@ def report_of(request: PreflightRequest) -> MachineReport:
         model = build_network(request.config, data.image_shape, data.num_classes)
         precision = resolved(precision, model, device)
     return MachineReport(
+        host=host_name(),
+        process=os.getpid(),
         versions=", ".join(f"{name} {v}" for name, v in package_versions().items()),
         machine=machine(device),
         capability=found["cpu"] if device.type == "cpu" else f"{found['cpu']}, {found['gpu']}",
         device=device_label(device),
         precision=precision,
         has_directory=path.is_file() and path.read_text() == request.token,
-        data=data_digest(open_source(request.config)) if request.reads_data else "",
+        data="" if host_name() == request.host else data_digest(open_source(request.config)),
         split=split_over_clients(request.config, clients).digest() if clients else "",
     )

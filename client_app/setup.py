@@ -76,21 +76,6 @@ def client_indices(
 
 
 @lru_cache(maxsize=8)
-def local_test_parts(config: RunConfig, num_clients: int) -> Parts:
-    """The local test indices of every simulated client."""
-    parts = [client_indices(config, number, num_clients)[1] for number in range(num_clients)]
-    owners = np.repeat(np.arange(num_clients), [len(part) for part in parts])
-    return Parts(np.concatenate(parts), owners, num_clients)
-
-
-def most_train_samples(config: RunConfig, num_clients: int) -> int:
-    """The number of training samples of the largest of these simulated clients."""
-    parts = split_over_clients(config, num_clients)
-    largest = max(range(num_clients), key=lambda n: len(parts[n]))
-    return len(client_indices(config, largest, num_clients)[0])
-
-
-@lru_cache(maxsize=8)
 def split_over_clients(config: RunConfig, num_clients: int) -> Parts:
     """The indices of every simulated client's samples, of its local test part too."""
     data = config.data
@@ -118,7 +103,6 @@ def forget_sources() -> None:
     """Reopen the data at its next use: its files may have changed."""
     _open_source.cache_clear()
     split_over_clients.cache_clear()
-    local_test_parts.cache_clear()
 
 
 def model_for(

@@ -3,22 +3,20 @@
 server -> client   query     round: `RosterRequest`
                    train     round: `TrainRequest`; client: counted-round; arrays; extra
                    evaluate  round: `EvaluateRequest`; client: counted-round; arrays; extra
-                   of many logical clients: simulated: clients, num-clients, counted-rounds;
-                             round, arrays and extra of all; own-K: what only the K-th is sent
 client -> server   query     roster: `RosterEntry`
                    train     reply: client, round; arrays; extra; metrics
                    evaluate  reply: client, round; metrics
-                   of many:  the records of the K-th with -K after their names, or error-K
 
 `counted-round` is the client's last accepted round: the last one whose update was aggregated, 0:
 none. `extra` holds what a method sends alongside the model (control variates, prototypes) and may
 be empty. Tensors are packed when they leave the process: within it the receiver gets the sender's.
+A message for several clients of a simulation is in simulated.py.
 """
 
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar, get_type_hints
@@ -122,16 +120,16 @@ class PreflightRequest:
     """What a simulation's worker is asked before round 1, of its machine.
 
     token_path: a file that the server wrote beside the run directory, with `token` in it; a worker
-    that reads it shares the directory. reads_data: whether to compute the digest of the data.
-    num_clients: over which a worker splits the data; 0 if it need not.
+    that reads it shares the directory. num_clients: over which a worker splits the data; 0 if it
+    need not. host: the server's machine; on others a worker computes the digest of its data.
     """
 
     config: RunConfig
     data: DatasetSpec
-    token_path: str
-    token: str
-    reads_data: bool
+    token_path: str = ""
+    token: str = ""
     num_clients: int = 0
+    host: str = ""
 
 
 Request = TypeVar("Request", RosterRequest, PreflightRequest, TrainRequest, EvaluateRequest)
@@ -366,109 +364,6 @@ def tensors(record: ArrayRecord | None) -> Arrays:
     return found
 
 
-def simulated_content(
-    contents: Sequence[RecordDict],
-    clients: Sequence[int],
-    num_clients: int,
-) -> RecordDict:
-    """One message's content from those of several simulated clients, given by number.
-
-    They have the request, the arrays and `extra` in common, except arrays called "own".
-    """
-    first = contents[0]
-    accepted = [int(get_record(c, "client", ConfigRecord)["counted-round"]) for c in contents]  # type: ignore[arg-type]
-    simulated: dict[str, Any] = {
-        "clients": list(clients),
-        "num-clients": num_clients,
-        "counted-rounds": accepted,
-    }
-    shared = ArrayRecord()
-    whole: dict[str, Any] = {
-        "simulated": ConfigRecord(simulated),
-        "round": get_record(first, "round", ConfigRecord),
-        "arrays": get_record(first, "arrays", ArrayRecord),
-        "extra": shared,
-    }
-    for k, content in enumerate(contents):
-        for name, array in get_record(content, "extra", ArrayRecord).items():
-            if name == "own":
-                own = ArrayRecord()
-                own[name] = array
-                whole[f"own-{k}"] = own
-            else:
-                shared[name] = array
-    return RecordDict(whole)
-
-
-def contents_to_simulate(whole: RecordDict) -> list[tuple[int, int, RecordDict]]:
-    """(client's number, number of clients, content of its message) from `simulated_content`.
-
-    What they have in common is decoded once.
-    """
-    simulated: dict[str, Any] = dict(get_record(whole, "simulated", ConfigRecord))
-    num_clients = int(simulated["num-clients"])
-    clients, accepted = simulated["clients"], simulated["counted-rounds"]
-    arrays = array_record(tensors(get_record(whole, "arrays", ArrayRecord)))
-    extra = array_record(tensors(get_record(whole, "extra", ArrayRecord)))
-    contents = []
-    for k, (client, last) in enumerate(zip(clients, accepted, strict=True)):
-        own = joined(extra, find_record(whole, f"own-{k}", ArrayRecord) or ArrayRecord())
-        content = message_content(get_record(whole, "round", ConfigRecord), arrays, own, int(last))
-        contents.append((int(client), num_clients, content))
-    return contents
-
-
-def contents_one_by_one(whole: RecordDict) -> list[RecordDict]:
-    """Each client's part of `simulated_content`, as a message's content of its own."""
-    simulated: dict[str, Any] = dict(get_record(whole, "simulated", ConfigRecord))
-    by_client = [name for name, value in simulated.items() if isinstance(value, list)]
-    parts = []
-    for k in range(len(simulated["clients"])):
-        own = simulated | {name: [simulated[name][k]] for name in by_client}
-        part = {name: whole[name] for name in ("round", "arrays", "extra")}
-        part["simulated"] = ConfigRecord(own)
-        if f"own-{k}" in whole:
-            part["own-0"] = whole[f"own-{k}"]
-        parts.append(RecordDict(part))
-    return parts
-
-
-def simulated_reply(replies: Sequence[RecordDict | Error]) -> RecordDict:
-    """One reply's content from those of several clients."""
-    whole = RecordDict()
-    for k, reply in enumerate(replies):
-        if isinstance(reply, Error):
-            whole[f"error-{k}"] = ConfigRecord({"code": reply.code, "reason": reply.reason or ""})
-            continue
-        for name, record in reply.items():
-            whole[f"{name}-{k}"] = record
-    return whole
-
-
-def simulated_replies(whole: RecordDict, num_clients: int) -> list[RecordDict | Error]:
-    """What `simulated_reply` was made of."""
-    replies: list[RecordDict | Error] = []
-    for k in range(num_clients):
-        error = find_record(whole, f"error-{k}", ConfigRecord)
-        if error is not None:
-            replies.append(Error(int(error["code"]), str(error["reason"])))  # type: ignore[arg-type]
-            continue
-        content = RecordDict()
-        for name in ("reply", "arrays", "extra", "metrics"):
-            if f"{name}-{k}" in whole:
-                content[name] = whole[f"{name}-{k}"]
-        replies.append(content)
-    return replies
-
-
-def reply_of_all(replies: Iterable[RecordDict | Error]) -> RecordDict:
-    """`simulated_reply` of all clients, from the replies to each of `contents_one_by_one`."""
-    contents: list[RecordDict | Error] = []
-    for reply in replies:
-        contents += [reply] if isinstance(reply, Error) else simulated_replies(reply, 1)
-    return simulated_reply(contents)
-
-
 def reply_content(reply: TrainReply) -> RecordDict:
     """The content of an answer to train or evaluate."""
     return RecordDict(
@@ -528,13 +423,15 @@ def error_reason(error: Error) -> str:
 class MachineReport:
     """What a simulation's worker says of its machine.
 
-    versions: of the packages that bits depend on. machine: the processor of its device, such as
-    `cpu: NAME`. capability: of the CPU, and the name of the GPU or none. device: such as `cuda:0`.
-    precision: used to train the run's network; under "auto" it depends on the device.
-    has_directory: whether it shares the directory of the run directory. data, split: the digests of
-    the data and of its split over the clients, or "".
+    host, process: its name and the worker's process id. versions: of the packages that bits depend
+    on. machine: the processor of its device, such as `cpu: NAME`. capability: of the CPU, and the
+    name of the GPU or none. device: such as `cuda:0`. precision: used to train the run's network;
+    under "auto" it depends on the device. has_directory: whether it shares the directory of the run
+    directory. data, split: the digests of the data and of its split over the clients, or "".
     """
 
+    host: str
+    process: int
     versions: str
     machine: str
     capability: str

@@ -32,6 +32,18 @@ class Node:
         return min([*fits, MAX_WORKERS]) if fits else 0
 
 
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What each worker of a simulation gets, and where.
+
+    gpus: None: 1 where there are any. address: of a Ray cluster; "": Ray is started here.
+    """
+
+    cpus: float = 1
+    gpus: float | None = None
+    address: str = ""
+
+
 def check_gpus(name: str, gpus: float) -> None:
     """ValueError, which begins with `name`, unless Ray can give a worker this many GPUs.
 

@@ -41,5 +41,19 @@ def skip_unused_processes(forwards_output: bool) -> None:
         Node.start_log_monitor = nothing  # type: ignore[method-assign]
 
 
+# variables that workers get: Keel's, and those of the libraries that compute
+SHARED = (
+    *("KEEL_", "OMP_", "KMP_", "MKL_", "ONEDNN_", "DNNL_", "ATEN_", "TORCH", "PYTORCH_"),
+    *("CUBLAS_", "CUDNN_", "NVIDIA_TF32_OVERRIDE"),
+)
+
+
+def worker_variables() -> dict[str, str]:
+    """The environment of workers, also on other machines; they import what this process imports."""
+    path = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
+    names = [name for name in os.environ if name.startswith(SHARED) and name != "KEEL_WORKER"]
+    return {"PYTHONPATH": path} | {name: os.environ[name] for name in names}
+
+
 def nothing(*_: Any, **__: Any) -> None:
     """Replaces a method of Ray that starts a process."""

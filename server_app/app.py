@@ -1,15 +1,23 @@
-"""The ServerApp that Flower calls; the run itself is `federation.run_federation`."""
+"""The ServerApp that Flower calls; the run itself is `run.run_federation`."""
 
 import logging
 import sys
 from logging.handlers import MemoryHandler
+from pathlib import Path
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from flower_adapter import bound_superlink_retries, on_process_exit
-from server_app.federation import run_federation
+from flower_adapter import bound_superlink_retries, is_in_process_grid, on_process_exit
+from protocol.messages import RosterRequest, request_record
+from server_app.experiment import Experiment
 from server_app.observers import SummaryTable
+from server_app.pool import Pool
+from server_app.roster import ROSTER_FILE, read_saved_roster
+from server_app.run import run_federation
+from server_app.simulation import pool_of_workers
+from server_app.sites import Sites
+from server_app.workers import FlowerWorkers
 
 app = ServerApp()
 log = logging.getLogger("keel.server")
@@ -23,14 +31,31 @@ def main(grid: Grid, context: Context) -> None:
     early = MemoryHandler(sys.maxsize)
     early.setLevel(logging.WARNING)
     logging.getLogger("keel").addHandler(early)
+
+    def make_pool(experiment: Experiment, resumed: Path | None) -> Pool:
+        if is_in_process_grid(grid):
+            workers = FlowerWorkers(grid)
+            num_clients = experiment.config.rounds.num_clients or workers.num
+            return pool_of_workers(workers, experiment, num_clients, resumed)
+        return sites_of(grid, experiment, resumed)
+
     bound_superlink_retries(grid, SUPERLINK_TIMEOUT_S)
     try:
         keys = dict(grid.run.override_config)
-        run_federation(grid, keys, on_process_exit, [SummaryTable()], early)
+        run_federation(make_pool, keys, on_process_exit, [SummaryTable()], early)
     except (ValueError, OSError, RuntimeError) as error:
         log.error("error: %s", error)
         # Flower logs the traceback: `from None` keeps it short
         raise RuntimeError(str(error)) from None
+
+
+def sites_of(grid: Grid, experiment: Experiment, resumed: Path | None) -> Sites:
+    """The sites of a deployment, once those that a run needs are connected."""
+    query = request_record(RosterRequest(experiment.config, experiment.data))
+    saved = read_saved_roster(resumed / ROSTER_FILE) if resumed else None
+    sites = Sites(grid, experiment.config, query, experiment.source, saved)
+    sites.gather()
+    return sites
 
 
 def log_to_stdout() -> None:

@@ -25,9 +25,8 @@ from client_app.setup import client_indices, device_for
 from protocol.code import code_version, sources_digest
 from protocol.config import RunConfig, app_folder, keel_version
 from protocol.files import digest, write_atomically
-from protocol.messages import RosterEntry
+from protocol.messages import MachineReport, RosterEntry
 from server_app.audit import audit_end
-from server_app.preflight import WorkerOnNode
 from server_app.run_reader import (
     CLIENTS_FILE,
     CONFIG_FILE,
@@ -110,7 +109,7 @@ def begin_manifest(
     is_simulated: bool,
     split: str,
     data: str = "",
-    workers: Sequence[WorkerOnNode] = (),
+    workers: Sequence[MachineReport] = (),
     precisions: Sequence[str] = (),
     trains: bool = True,
 ) -> None:
@@ -146,12 +145,11 @@ def begin_manifest(
     if precisions:
         fields["precision"] = appended(before.get("precision", []), *precisions)
     if is_simulated:
-        found = (machine(device), *(each.report.machine for each in workers))
+        found = (machine(device), *(each.machine for each in workers))
         fields["machines"] = appended(before.get("machines", []), *found)
     if workers:
         fields["workers"] = [
-            {"node": each.node, "device": each.report.device, "machine": each.report.machine}
-            for each in workers
+            {"node": each.host, "device": each.device, "machine": each.machine} for each in workers
         ]
     update(directory, **fields)
 

@@ -28,6 +28,7 @@ class RunInfo:
     """What is about to run. `history`: lines of the rounds done before a resume.
 
     config: every key with its value. device: of the server; with the inline engine, of the clients.
+    workers: a text about those of each machine, such as `host: 2 on cuda:0`.
     """
 
     directory: Path
@@ -46,6 +47,7 @@ class RunInfo:
     history: tuple[Line, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     device: str = "cpu"
+    workers: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -71,6 +73,7 @@ class RunInfo:
             f"method {self.method}, server optimizer {self.server_optimizer}; {clients}; {rounds}",
             f"data {self.source}: {size}",
             f"model {self.model}: {self.num_parameters:,} parameters",
+            *(f"workers on {text}" for text in self.workers),
             f"run directory {self.directory}",
         ]
 

@@ -1,19 +1,32 @@
 """What trains: one interface to the workers of a simulation and to the sites of a deployment."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
-from flwr.app import Message
+from flwr.app import Error, Message, MessageType, RecordDict
 
-from protocol.messages import RosterEntry
+from data.sources import Source
+from flower_adapter import NO_REPLY
+from protocol.config import RunConfig
+from protocol.messages import MachineReport, RosterEntry, error_reason
+from protocol.simulated import joined_content, split_reply
+from protocol.text import in_one_line
+from server_app.roster import ROSTER_FILE, check_simulated_roster, save_roster
+from server_app.simulated_roster import SimulatedRoster
+from strategies.sampling import FIRST_NODE
 
 
 class Pool(Protocol):
     """The clients of a run, and the way to ask them.
 
     roster: node id to the client that is there. Client n of a simulation has node FIRST_NODE + n; a
-    site's node changes when its SuperNode is registered again.
+    site's node changes when its SuperNode is registered again. stores_state_here: clients store
+    their state in the run directory. machines: of a simulation's workers, as they describe them.
     """
+
+    stores_state_here: ClassVar[bool]
+    machines: Sequence[MachineReport]
 
     @property
     def roster(self) -> Mapping[int, RosterEntry]:
@@ -41,3 +54,123 @@ class Pool(Protocol):
 
     def take_late(self) -> list[str]:
         """Descriptions of the replies that came after their round, since the last call."""
+
+    def record_in(self, path: Path, note: Callable[..., Any]) -> None:
+        """Keep `roster.json` in the run directory, and note who takes part, with the audit log."""
+
+
+class Workers(Protocol):
+    """The workers of a simulation: each plays any client, one after the other.
+
+    num: of them. parts: messages of a round for each; 0: one message a client.
+    """
+
+    num: int
+    parts: int
+
+    def answers(
+        self, contents: Sequence[RecordDict], kind: str, seconds: float
+    ) -> Iterator[tuple[int, RecordDict | Error]]:
+        """Have messages of this kind answered; yields (place in `contents`, answer) as they come.
+
+        Ends after so many seconds, also if answers are missing.
+        """
+
+
+class WorkerPool:
+    """The clients of a simulation, client n with partition n of the run's data, played by workers.
+
+    The result does not depend on the number of workers.
+    """
+
+    stores_state_here: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        workers: Workers,
+        config: RunConfig,
+        source: Source,
+        num_clients: int,
+        machines: Sequence[MachineReport] = (),
+    ) -> None:
+        self.workers, self.config, self.machines = workers, config, machines
+        self.roster = SimulatedRoster(config, source, num_clients)
+        check_simulated_roster(self.roster, config.evaluated_clients != "none")
+
+    def ask(
+        self,
+        messages: Sequence[Message],
+        what: str,
+        on_reply: Callable[[Message], None],
+        *,
+        max_bytes: int,
+        before_resend: Callable[[int], None],
+    ) -> set[int]:
+        """Implements `Pool.ask`. `round-timeout` is for each client that a worker plays in turn.
+
+        RuntimeError if a worker is lost.
+        """
+        kind = messages[0].metadata.message_type if messages else ""
+        waiting = dict(enumerate(self.parts(messages, kind)))
+        turns = max(map(len, waiting.values()), default=0) * -(-len(waiting) // self.workers.num)
+        timeout_s = self.config.rounds.round_timeout
+        contents = [self.content(part) for part in waiting.values()]
+        for k, answer in self.workers.answers(contents, kind, timeout_s * turns):
+            if isinstance(answer, Error):
+                raise RuntimeError(
+                    f"{what}: a worker of the simulation is lost "
+                    f"({in_one_line(error_reason(answer))}): resume the run"
+                )
+            part = waiting.pop(k)
+            for message, reply in zip(part, split_reply(answer, len(part)), strict=True):
+                on_reply(Message(reply, reply_to=message))
+        silent = [message for part in waiting.values() for message in part]
+        for message in silent:
+            reason = f"no answer within round-timeout = {timeout_s:g} s"
+            on_reply(Message(Error(NO_REPLY, reason), reply_to=message))
+        return {message.metadata.dst_node_id for message in silent}
+
+    def parts(self, messages: Sequence[Message], kind: str) -> list[list[Message]]:
+        """The messages of one kind, grouped into those that a worker gets at once, largest first.
+
+        To train there are several for each worker, and an idle worker takes the next.
+        """
+        num = self.workers.num * (self.workers.parts if kind == MessageType.TRAIN else 1)
+        if not self.workers.parts:
+            return [[message] for message in messages]
+        clients = [message.metadata.dst_node_id - FIRST_NODE for message in messages]
+        sizes = [1 + int(self.roster.sizes[client, 0]) for client in clients]
+        return [[messages[i] for i in part] for part in deal(sizes, num)]
+
+    def content(self, part: Sequence[Message]) -> RecordDict:
+        """The content of one message to a worker."""
+        clients = [message.metadata.dst_node_id - FIRST_NODE for message in part]
+        return joined_content([message.content for message in part], clients, len(self.roster))
+
+    def absent(self) -> set[str]:
+        """Implements `Pool.absent`: no client of a simulation is ever away."""
+        return set()
+
+    def take_late(self) -> list[str]:
+        """Implements `Pool.take_late`: a late reply is left where it is."""
+        return []
+
+    def record_in(self, path: Path, note: Callable[..., Any]) -> None:
+        """Implements `Pool.record_in`."""
+        note("joined", simulated=len(self.roster))
+        save_roster(path / ROSTER_FILE, self.roster)
+
+
+def deal(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Indices into `sizes` in at most so many parts of about the same sum, largest first.
+
+    Longest first: each goes to the part with the smallest sum so far (Graham 1969).
+    """
+    parts: list[list[int]] = [[] for _ in range(min(num_parts, len(sizes)))]
+    sums = [0] * len(parts)
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        smallest = sums.index(min(sums))
+        sums[smallest] += sizes[i]
+        parts[smallest].append(i)
+    order = sorted(range(len(parts)), key=lambda k: -sums[k])
+    return [sorted(parts[k]) for k in order]

@@ -4,7 +4,10 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from client_app.methods import method_of
 from client_app.setup import client_indices, model_for, representation_width
@@ -14,11 +17,13 @@ from protocol.config import RunConfig
 from protocol.files import write_atomically
 from protocol.messages import RosterEntry, roster_entry
 from protocol.text import num_of, shortened
+from server_app.manifest import split_digest
 from server_app.run_reader import DAMAGE
+from server_app.simulated_roster import MAX_LISTED, ByName, SimulatedRoster
+from strategies.sampling import name_of
 from strategies.validation import count_outliers
 
 ROSTER_FILE = "roster.json"
-MAX_LISTED = 10_000  # logical clients; with more, files and plots do not list each
 
 
 def read_saved_roster(path: Path) -> dict[int, RosterEntry]:
@@ -33,7 +38,7 @@ def read_saved_roster(path: Path) -> dict[int, RosterEntry]:
 def save_roster(path: Path, roster: Mapping[int, RosterEntry]) -> None:
     """Write the clients and their nodes, in the order of names.
 
-    Of very many logical clients, whose roster is not a dict, only their number.
+    Of very many simulated clients only their number.
     """
     rows: object = {"simulated": len(roster)}
     if isinstance(roster, dict) or len(roster) <= MAX_LISTED:
@@ -42,15 +47,57 @@ def save_roster(path: Path, roster: Mapping[int, RosterEntry]) -> None:
     write_atomically(path, (json.dumps(rows, indent=1) + "\n").encode())
 
 
-def roster_warnings(
-    config: RunConfig,
-    entries: Sequence[RosterEntry],
-    known: Mapping[str, Sequence[int]] | None = None,
-) -> list[str]:
-    """A line for each thing that is unusual about the clients but allowed.
+@dataclass(frozen=True)
+class Clients:
+    """What a run has to know of all its clients together.
 
-    known: samples per class of all clients, if `entries` does not include all of them.
+    are_simulated: their data are partitions of the run's source. sizes: by name the training
+    samples of simulated clients, {} of sites. label_counts: by name the training samples of each
+    class, where they are not withheld. architectures: by name. shown: the clients that files and
+    pictures list, the first thousand of very many. split: a digest.
     """
+
+    num: int
+    num_train: int
+    are_simulated: bool
+    sizes: Mapping[str, int]
+    label_counts: Mapping[str, Sequence[int]]
+    architectures: Mapping[str, str]
+    shown: Sequence[RosterEntry]
+    split: str
+
+
+def clients_of(config: RunConfig, roster: Mapping[int, RosterEntry]) -> Clients:
+    """The clients in a roster."""
+    if isinstance(roster, SimulatedRoster):
+        shown = roster.shown()
+        return Clients(
+            num=len(roster),
+            num_train=roster.num_train,
+            are_simulated=True,
+            sizes=ByName(roster, lambda n: int(roster.sizes[n, 0])),
+            label_counts=roster.label_counts,
+            architectures=ByName(roster, roster.architecture),
+            shown=shown,
+            split=roster.digest() if len(roster) > MAX_LISTED else split_digest(config, shown),
+        )
+    entries = list(roster.values())
+    are_simulated = any(entry.num_partitions for entry in entries)  # sites of a trial
+    return Clients(
+        num=len(entries),
+        num_train=sum(entry.num_examples for entry in entries),
+        are_simulated=are_simulated,
+        sizes=partition_sizes(config, entries) if are_simulated else {},
+        label_counts=known_label_counts(entries),
+        architectures={entry.client: entry.model for entry in entries},
+        shown=entries,
+        split=split_digest(config, entries),
+    )
+
+
+def roster_warnings(config: RunConfig, clients: Clients) -> list[str]:
+    """A line for each thing that is unusual about the clients but allowed."""
+    entries = clients.shown
     warnings = []
     for what, versions in (
         ("flwr and torch", {e.client: e.versions for e in entries}),
@@ -66,7 +113,7 @@ def roster_warnings(
     warnings += count_warnings(config, entries)
     method = method_of(config)
     notes = (
-        method.check_roster(known or known_label_counts(entries)),
+        method.check_roster(clients.label_counts),
         method.warning(config, {entry.client: entry.num_examples for entry in entries}),
     )
     return warnings + [note for note in notes if note]
@@ -211,3 +258,27 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
         for entry in entries:
             if not entry.num_test_examples:
                 raise config.no_test_part(entry.client, not entry.num_partitions)
+
+
+def check_simulated_roster(roster: SimulatedRoster, evaluates_clients: bool) -> None:
+    """ValueError, one line naming the client, as `check_roster` for entries of their own.
+
+    Image shapes and classes, which that function compares, are the source's for all clients here.
+    """
+    config, source = roster.config, roster.source
+    networks = config.client_models or [config.model.model]
+    widths: Counter[tuple[str, int]] = Counter()
+    for i, name in enumerate(networks[: roster.num_clients]):
+        widths[name, roster.widths[name]] += len(range(i, roster.num_clients, len(networks)))
+    check_widths(config, widths, source)
+    sizes = roster.sizes
+    if not sizes[:, 0].all():
+        client = name_of(int(np.argmin(sizes[:, 0])))
+        raise ValueError(f"client {client} has no training samples")
+    labels = np.asarray(roster.source.train.labels)[roster.parts.indices]
+    totals = np.bincount(labels, minlength=roster.source.num_classes).tolist()
+    if 0 in totals and not config.privacy.withholds_metrics:  # else clients do not say it
+        raise class_without_samples(source, totals.index(0))
+    if evaluates_clients and not sizes[:, 1].all():
+        client = name_of(int(np.argmin(sizes[:, 1])))
+        raise roster.config.no_test_part(client)

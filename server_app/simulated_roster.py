@@ -1,11 +1,10 @@
-"""The roster of logical clients: entries are computed from the partition when they are read.
+"""The roster of a simulation: entries are computed from the partition when they are read.
 
-A logical client is a number: it is not queried, sent to or written about until it is sampled.
+A simulated client is a number: nothing is sent to it or written about it until it is sampled.
 Values over all clients are computed from arrays.
 """
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, cached_property, lru_cache
 from typing import TypeVar
@@ -20,11 +19,10 @@ from data.sources import Source
 from protocol.config import RunConfig
 from protocol.files import digest
 from protocol.messages import RosterEntry
-from server_app.logical_clients import LogicalGrid
-from server_app.roster import MAX_LISTED, check_widths, class_without_samples
 from strategies.sampling import FIRST_NODE, ClientNames, name_of
 
 CACHED_ENTRIES = 4096
+MAX_LISTED, NUM_SHOWN = 10_000, 1000  # of more clients, files and pictures show the first thousand
 T = TypeVar("T")
 
 
@@ -113,6 +111,17 @@ class SimulatedRoster(Mapping[int, RosterEntry]):
         """Training samples of all clients."""
         return int(self.sizes[:, 0].sum())
 
+    def architecture(self, number: int) -> str:
+        """The network of a client."""
+        return own_architecture(
+            self.config, {"partition-id": number, "num-partitions": self.num_clients}
+        )
+
+    def shown(self) -> list[RosterEntry]:
+        """All entries; of more than `MAX_LISTED` clients the first thousand."""
+        num = len(self) if len(self) <= MAX_LISTED else NUM_SHOWN
+        return [self[node] for node in itertools.islice(self, num)]
+
     def digest(self) -> str:
         """A digest of the split: every client's samples, and how local test parts are chosen."""
         parts = (array.astype("<i8") for array in (self.parts.ends, self.parts.indices))
@@ -141,46 +150,3 @@ class ByName(Mapping[str, T]):
 
     def __len__(self) -> int:
         return len(self.roster)
-
-
-def check_simulated_roster(roster: SimulatedRoster, evaluates_clients: bool) -> None:
-    """ValueError, one line naming the client, as `check_roster` for entries of their own.
-
-    Image shapes and classes, which that function compares, are the source's for all clients here.
-    """
-    config, source = roster.config, roster.source
-    networks = config.client_models or [config.model.model]
-    widths: Counter[tuple[str, int]] = Counter()
-    for i, name in enumerate(networks[: roster.num_clients]):
-        widths[name, roster.widths[name]] += len(range(i, roster.num_clients, len(networks)))
-    check_widths(config, widths, source)
-    sizes = roster.sizes
-    if not sizes[:, 0].all():
-        client = name_of(int(np.argmin(sizes[:, 0])))
-        raise ValueError(f"client {client} has no training samples")
-    labels = np.asarray(roster.source.train.labels)[roster.parts.indices]
-    totals = np.bincount(labels, minlength=roster.source.num_classes).tolist()
-    if 0 in totals and not config.privacy.withholds_metrics:  # else clients do not say it
-        raise class_without_samples(source, totals.index(0))
-    if evaluates_clients and not sizes[:, 1].all():
-        client = name_of(int(np.argmin(sizes[:, 1])))
-        raise roster.config.no_test_part(client)
-
-
-Roster = dict[int, RosterEntry] | SimulatedRoster
-
-
-def simulated_roster(config: RunConfig, source: Source, grid: LogicalGrid) -> SimulatedRoster:
-    """The checked roster of a grid's logical clients; sets the grid's expected times."""
-    roster = SimulatedRoster(config, source, grid.num_clients)
-    check_simulated_roster(roster, config.evaluated_clients != "none")
-    num_samples = roster.sizes[:, 0]
-    grid.expected_time = lambda node: 1.0 + float(num_samples[node - FIRST_NODE])
-    return roster
-
-
-def shown_entries(roster: Roster) -> list[RosterEntry]:
-    """All entries; of more than `MAX_LISTED` logical clients the first thousand."""
-    is_whole = isinstance(roster, dict) or len(roster) <= MAX_LISTED
-    nodes = list(itertools.islice(roster, len(roster) if is_whole else 1000))
-    return [roster[node] for node in nodes]

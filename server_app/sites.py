@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from flwr.app import ConfigRecord, Error, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
@@ -27,7 +27,7 @@ from flower_adapter import (
     is_too_large,
 )
 from protocol.config import RunConfig
-from protocol.messages import RosterEntry, error_reason, read_roster
+from protocol.messages import MachineReport, RosterEntry, error_reason, read_roster
 from protocol.text import in_one_line, num_of, shortened
 from server_app.identity import REGISTRY_VARIABLE, identity_problem, registered_names
 from server_app.roster import ROSTER_FILE, check_partitions, check_roster, save_roster
@@ -166,6 +166,9 @@ class Sites:
     roster: of the run's clients, from round 1 on always the same ones; a client's node may change.
     missing: the clients that were not connected when last looked.
     """
+
+    stores_state_here: ClassVar[bool] = False
+    machines: Sequence[MachineReport] = ()
 
     def __init__(
         self,

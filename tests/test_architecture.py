@@ -31,7 +31,14 @@ LAYER_OF = {package: n for n, packages in enumerate(LAYERS) for package in packa
 WITH_TORCH = {"protocol.exact_sum", "protocol.messages", "protocol.packing"}
 
 # What Keel uses of Flower; all else is in flower_adapter.
-FLOWER = {"flwr", "flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp.strategy"}
+FLOWER = {
+    "flwr",
+    "flwr.app",
+    "flwr.simulation",
+    "flwr.clientapp",
+    "flwr.serverapp",
+    "flwr.serverapp.strategy",
+}
 IMPORT_CALL = re.compile(r"""(?:import_module|__import__)\(\s*["']([\w.]+)["']""")
 
 

@@ -10,7 +10,6 @@ import os
 import queue
 import re
 import shlex
-import shutil
 import subprocess
 import tempfile
 import threading
@@ -23,15 +22,12 @@ from typing import Any, TextIO
 from keel.cli.interrupts import uninterrupted
 from keel.cli.progress import Terminal
 from keel.deployment.reach import handshake
-from keel.deployment.simulation import engine_folder, last_line, simulation_superlink
+from keel.deployment.simulation import last_line
 from keel.deployment.superlink import SuperLinkClient, app_directory, run_config
-from keel.runs import FINISHED, SavedRun
 from protocol.options import OptionValue
 from protocol.processes import check_not_forked, num_cores
-from protocol.ray_nodes import CPU_WORKERS, Node, devices_by_node
-from server_app.run_reader import HISTORY_FILE, SUMMARY_FILE, HistoryFollower, RunReader
+from protocol.ray_nodes import Node, WorkerOptions
 
-POLL_S = 0.3
 STOP_TIMEOUT_S = 60.0  # for a run to write its summary after `flwr stop`
 STARTED = re.compile(r"started run (\d+)")
 REPLIES = re.compile(r"\d\d:\d\d:\d\d (.+): (\d+) of (\d+) clients have answered")
@@ -43,11 +39,10 @@ one_run = threading.RLock()  # at a time: runs share torch's default generator a
 
 @dataclass(frozen=True)
 class Job:
-    """What to execute. `directory`: the run directory, where it is known before the run starts."""
+    """What to execute."""
 
     overrides: Mapping[str, OptionValue]
     num_clients: int
-    directory: Path | None = None
     cpus_per_client: float = 1
     gpus_per_client: float | None = None  # None: 1 where there are any
     federation: str = ""
@@ -70,11 +65,8 @@ class Job:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables of the simulation's processes."""
-        found = {"RAY_ADDRESS": self.ray} if self.ray else {}
-        if self.is_on_cpu or self.gpus_per_client == 0:
-            found[CPU_WORKERS] = "1"
-        return found
+        """Environment variables with which `flwr run` does the same."""
+        return {"RAY_ADDRESS": self.ray} if self.ray else {}
 
     def federation_config(self) -> str:
         """The simulation's size as `flwr run --federation-config` takes it."""
@@ -158,50 +150,18 @@ def program_log_level() -> Iterator[None]:
         logger.removeHandler(passed_on)
 
 
-def reserved(path: Path) -> Path:
-    """The path, or with a number appended, the first whose name no run of the flower engine has.
-
-    Its engine folder is made: runs that start in the same second have different names.
-    """
-    own, number = path, 0
-    while True:
-        with suppress(FileExistsError):
-            engine_folder(own.name).mkdir(parents=True)
-            if not own.exists():
-                return own
-            engine_folder(own.name).rmdir()
-        number += 1
-        own = path.with_name(f"{path.name}-{number}")
-
-
 def run_on_flower(job: Job, terminal: Terminal) -> None:
-    """Execute the run with `flwr run` on a SuperLink that lives as long as the run."""
-    assert job.directory is not None
-    folder = engine_folder(job.directory.name)
-    terminal.phase("starting Flower")
-    try:
-        with (
-            app_directory() as app,
-            removed_unless_failed(folder),
-            simulation_superlink(folder, job.variables) as client,
-        ):
-            flower = FlowerRun(client, app, folder / "flwr.log")
-            last_round = SavedRun(job.directory).last_round
-            summary = job.directory / SUMMARY_FILE
-            before = modified_ns(summary)  # an attempt that is refused does not write it
-            flower.start(with_num_clients(job), ["--federation-config", job.federation_config()])
-            try:
-                follow(job, last_round, terminal, flower)
-            except BaseException:
-                terminal.phase("stopping")
-                flower.stop()
-                raise
-            state, is_new = SavedRun(job.directory).state, modified_ns(summary) != before
-            if not is_new or state != FINISHED:
-                reason = state if is_new and state.startswith("failed") else flower.reason()
-                raise RuntimeError(f"{reason} (log: {folder / 'flwr.log'})")
-    finally:  # no process is left that could complete another round
-        terminal.last_round = SavedRun(job.directory).last_round
+    """Execute the run in this process, with workers of Flower's simulation on Ray."""
+    terminal.phase("loading PyTorch")
+    with uninterrupted():
+        from server_app.simulation import run_simulated
+
+    check_not_forked()
+    terminal.phase("reading data, starting Ray")
+    gpus = 0.0 if job.is_on_cpu and job.gpus_per_client is None else job.gpus_per_client
+    workers = WorkerOptions(job.cpus_per_client, gpus, job.ray)
+    with one_run, torch_defaults(), program_log_level():
+        run_simulated(job.overrides, job.num_clients, workers, observers=[terminal])
 
 
 def with_num_clients(job: Job) -> Job:
@@ -209,93 +169,6 @@ def with_num_clients(job: Job) -> Job:
     if "resume" in job.overrides or job.num_workers == job.num_clients:
         return job  # the run's config has it, or every client is a node
     return replace(job, overrides={**job.overrides, "num-clients": job.num_clients})
-
-
-@contextmanager
-def removed_unless_failed(folder: Path) -> Iterator[None]:
-    """Remove the directory at the end, unless there was an error: its logs are then needed."""
-    try:
-        yield
-    except Exception:
-        raise
-    except BaseException:  # an interrupt
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def follow(job: Job, last_round: int, terminal: Terminal, flower: "FlowerRun") -> None:
-    """Report what appears in the run directory until the run ends: workers, warnings, rounds."""
-    directory = job.directory
-    assert directory is not None
-    reader, warnings = HistoryFollower(directory / HISTORY_FILE), WarningReader(directory)
-    manifest, summary_path = directory / "manifest.json", directory / SUMMARY_FILE
-    replies = flower.replies
-    has_begun = has_workers = is_over = False
-    before = {path: modified_ns(path) for path in (manifest, summary_path)}  # what is resumed
-    while not is_over:
-        is_over = flower.ended.wait(POLL_S)  # read once more after the end
-        if not has_begun and modified_ns(summary_path) != before[summary_path] and flower.run_id:
-            has_begun = True
-            terminal.begin(directory, last_round)
-        if has_begun and not has_workers and modified_ns(manifest) != before[manifest]:
-            has_workers = True
-            for row in worker_rows(RunReader(directory).manifest, job.gpus_per_client is None):
-                terminal.row(*row)
-        for record in warnings.read():
-            terminal.handle(record)
-        if has_begun and flower.replies != replies:
-            replies = flower.replies
-            terminal.on_replies(*replies)
-        if has_begun and reader.update():
-            for line in reader.lines:
-                if line["round"] > last_round:
-                    last_round = line["round"]
-                    terminal.on_round(line)
-    if summary := SavedRun(directory).summary:
-        terminal.on_run_end(summary)
-
-
-def modified_ns(path: Path) -> int:
-    """When the file was last written; 0 if there is none."""
-    with suppress(FileNotFoundError):
-        return path.stat().st_mtime_ns
-    return 0
-
-
-def worker_rows(manifest: Mapping[str, Any], takes_gpus: bool) -> list[tuple[str, str]]:
-    """(label, text) of the devices of a simulation's workers, by machine.
-
-    takes_gpus: whether each worker gets a GPU of its own, if there are any.
-    """
-    workers = [(each["node"], each["device"]) for each in manifest.get("workers", ())]
-    nodes = devices_by_node(workers)
-    rows = [
-        ("workers", f"{node}: {text}" if len(nodes) > 1 else text) for node, text in nodes.items()
-    ]
-    if takes_gpus and any(device.startswith("cuda") for _, device in workers):
-        rows.append(("GPUs", "each worker has its own; --gpus-per-client sets another share"))
-    return rows
-
-
-class WarningReader:
-    """Follows a run's log: the warnings and errors that are appended from now on."""
-
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / "run.log"
-        self.offset = self.path.stat().st_size if self.path.exists() else 0
-        self.pattern = re.compile(rf"\S+ \S+ {re.escape(directory.name)} (WARNING|ERROR) (.*)\n")
-
-    def read(self) -> Iterator[logging.LogRecord]:
-        """Those since the last call."""
-        with suppress(FileNotFoundError), self.path.open("rb") as file:
-            file.seek(self.offset)
-            for line in file:
-                if not line.endswith(b"\n"):  # being written
-                    break
-                self.offset += len(line)
-                if found := self.pattern.fullmatch(line.decode(errors="replace")):
-                    yield logging.makeLogRecord({"levelname": found[1], "msg": found[2]})
 
 
 def run_on_deployment(job: Job, terminal: Terminal) -> None:

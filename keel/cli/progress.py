@@ -120,6 +120,8 @@ class Terminal(logging.Handler):
         if info.device != "cpu":
             are_eager = info.device.startswith("cuda") and not info.config["cuda-graphs"]
             self.row("device", f"{info.device}; {RECORD}" if are_eager else info.device)
+        for text in info.workers:
+            self.row("workers", text)
         self.begin(info.directory, info.last_round)
 
     def on_replies(self, what: str, num_replies: int, num_asked: int) -> None:

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -187,15 +187,9 @@ def resume(
 def executed(overrides: Mapping[str, OptionValue], options: EngineOptions) -> int:
     """Execute a run for the command line; returns the exit code."""
 
-    def end_simulation() -> None:
-        if options.engine is Engine.flower:
-            from keel.deployment.simulation import kill_own_processes
-
-            kill_own_processes()
-
     try:
         # a run on a deployment does not depend on the terminal that submitted it
-        with interruptible(end_simulation, options.engine is not Engine.deployment):
+        with interruptible(ends_on_hangup=options.engine is not Engine.deployment):
             execute(overrides, options)
     except KeyboardInterrupt:
         return INTERRUPTED_CODE
@@ -272,12 +266,11 @@ def prepared(
 
     from keel.deployment.superlink import check_connection
 
-    directory = None
     if is_remote:
         check_connection(options.federation)
     elif not resumed:
         check_simulated(config, num_clients)
-        directory = new_directory(config)
+        check_new_directory(config)
 
     from keel.cli import engines
     from keel.cli.plan import flwr_rows, plan_rows
@@ -290,7 +283,6 @@ def prepared(
     job = engines.Job(
         overrides,
         num_clients,
-        directory=resumed.directory if resumed else None,
         cpus_per_client=1 if options.cpus_per_client is None else options.cpus_per_client,
         gpus_per_client=options.gpus_per_client,
         federation=options.federation,
@@ -308,9 +300,6 @@ def prepared(
         rows = [("resume", name), *flwr_rows(job)]
     else:
         rows = plan_rows(config, job, resumed.last_round if resumed else 0)
-    if options.engine is Engine.flower and directory:
-        directory = directory if config.rounds.run_name else engines.reserved(directory)
-        job = replace(job, overrides={**overrides, "run-name": directory.name}, directory=directory)
     terminal.shown = dict(rows)
     terminal.plan([row for row in rows if row[0] not in hidden])
     engine = {
@@ -347,8 +336,8 @@ def with_clients(
     return changed, clients
 
 
-def new_directory(config: RunConfig) -> Path:
-    """`new_path`; ValueError also if it cannot be made."""
+def check_new_directory(config: RunConfig) -> None:
+    """ValueError if the run directory exists already or cannot be made."""
     path = new_path(config)
     parent = next(folder for folder in path.parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
@@ -356,4 +345,3 @@ def new_directory(config: RunConfig) -> Path:
             f"output-dir: {path} cannot be made: {parent} is not a directory that you can write "
             "to; set output-dir or KEEL_HOME to another"
         )
-    return path

@@ -26,7 +26,6 @@ from keel.runs import (
     all_runs,
     differing_keys,
     find_run,
-    is_locked,
     lock_holder,
     only_run,
     runs_directory,
@@ -235,36 +234,22 @@ def stop(run: Annotated[str, typer.Argument(show_default=False)] = "") -> None:
     RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one; it can be left out if only
     one run is running.
     """
-    from keel.deployment.simulation import end_abandoned, engine_folder
-
     running = [] if run else [each for each in all_runs() if each.is_running]
-    try:
-        saved = find_run(run) if run else only_run(running, "can be stopped", "keel stop")
-    except ValueError:
-        name = Path(run).name
-        if not name or not end_abandoned(engine_folder(name)):
-            raise
-        print(f"{name}: had not started; ended the Flower processes that it left behind")
-        return
-    engine_lock = engine_folder(saved.name) / ".lock"
+    saved = find_run(run) if run else only_run(running, "can be stopped", "keel stop")
     if not saved.is_running:
-        if end_abandoned(engine_lock.parent):  # its `keel run` was killed, then it ended
-            print(f"{saved.name}: {saved.state}; ended the Flower processes that it left behind")
-            return
         raise ValueError(f"{saved.name} is not running: {saved.state}")
-    pid = lock_holder(engine_lock if is_locked(engine_lock) else saved.directory / LOCK_FILE)
+    pid = lock_holder(saved.directory / LOCK_FILE)
     if pid is None:
         raise RuntimeError(
             f"cannot determine which process writes {saved.directory}: press Ctrl-C where it runs"
         )
-    if not is_flower(pid):
-        os.kill(pid, signal.SIGINT)
-    elif not end_abandoned(engine_lock.parent):  # its `keel run` was killed
+    if is_flower(pid):
         raise ValueError(
             f"{saved.name} was started by `flwr run` (process {pid}): use `flwr stop RUN_ID`"
         )
+    os.kill(pid, signal.SIGINT)
     deadline = time.monotonic() + STOP_TIMEOUT_S
-    while (saved.is_running or is_locked(engine_lock)) and time.monotonic() < deadline:
+    while saved.is_running and time.monotonic() < deadline:
         time.sleep(0.1)
     if saved.is_running:
         raise RuntimeError(

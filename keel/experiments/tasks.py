@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from flower_adapter.simulation import worker_variables
 from keel.cli.interrupts import interruptible
 from keel.deployment.cluster import check_address, cluster_nodes
 from keel.experiments.runs import REMEDY, Run
@@ -34,7 +33,12 @@ from protocol.files import private_files
 from protocol.options import OptionValue
 from protocol.processes import num_cores
 from protocol.ray_nodes import CPU_WORKERS, Node, living_nodes
-from protocol.ray_start import OWN_PYTHON, require_token, skip_unused_processes
+from protocol.ray_start import (
+    OWN_PYTHON,
+    require_token,
+    skip_unused_processes,
+    worker_variables,
+)
 from protocol.text import in_one_line, num_of
 from server_app.run_reader import LOCK_FILE
 

@@ -1,9 +1,8 @@
 """Verifies finished runs against their manifests: file digests, a replay of the first rounds."""
 
-import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,13 @@ from client_app.machine import machine
 from client_app.setup import device_or_cpu
 from keel.experiments.measure import CURVES
 from keel.experiments.runs import machines_of
-from protocol.config import config_from_json
+from protocol.config import default_config
 from protocol.files import digest
-from protocol.messages import array_record
 from protocol.text import num_of, printable
 from server_app.audit import check_audit
-from server_app.federation import prepare
-from server_app.inline import simulation
+from server_app.inline import run_inline
 from server_app.manifest import newest_states, signed_files, versions
-from server_app.rounds import record_round, train_round
+from server_app.observers import RunInfo, RunObserver
 from server_app.run_reader import AUDIT_FILE, MANIFEST_FILE, SUMMARY_FILE, RunReader
 
 MAX_DIFFERENCE = 0.02  # accuracy in [0, 1]: other versions or processors, after a few rounds
@@ -172,25 +169,48 @@ def is_intact(version: Path) -> bool:
     return version.is_file() and digest(version.read_bytes()) in version.name
 
 
+class Replayed(Exception):
+    """As many rounds are replayed as were asked for."""
+
+
+class Replay(RunObserver):
+    """Ends a run after some rounds; `lines` are those of the history."""
+
+    def __init__(self, num_rounds: int) -> None:
+        self.num_rounds, self.lines, self.manifest = num_rounds, list[Mapping[str, Any]](), {}
+
+    def on_run_start(self, info: RunInfo) -> None:
+        """Note what the replay consists of."""
+        self.directory = info.directory
+        self.note()
+
+    def on_round(self, line: Mapping[str, Any]) -> None:
+        """Note the round."""
+        self.lines.append(line)
+        self.note()
+
+    def note(self) -> None:
+        """Read the manifest, and end the run once it has all rounds."""
+        self.manifest = RunReader(self.directory).manifest
+        if len(self.lines) >= self.num_rounds:
+            raise Replayed
+
+
 def replay_checks(run: RunReader, rounds: int, is_same_setup: bool, device: str) -> Iterator[Check]:
     """The split and the first rounds, replayed: bit-identical, or with similar accuracies."""
-    manifest = run.manifest
-    with tempfile.TemporaryDirectory() as scratch, ExitStack() as held:
-        own = {"output-dir": scratch, "resume": "", "device": device}
-        config = config_from_json(json.dumps({**run.config, **own}))
-        grid = simulation(manifest["clients"])
-        again = prepare(grid, config, {**run.overrides, **own}, None, held)
-        replay = RunReader(again.directory.path).manifest
-        for key in ("data", "split"):
-            then = manifest[key]
-            expected = "" if replay[key] == then else f", expected {then}"
-            yield Check(replay[key] == then, f"{key}: {replay[key]}{expected}")
-        arrays = array_record(again.start.arrays)
-        for line in run.history[:rounds]:
-            trained = train_round(again, line["round"], arrays)
-            arrays, ours = trained.arrays, record_round(again, trained)
-            replay = RunReader(again.directory.path).manifest
-            yield round_check(line, ours, manifest, replay, is_same_setup)
+    manifest, default = run.manifest, default_config()
+    keys = {key: value for key, value in run.config.items() if value != default.get(key)}
+    replay = Replay(min(rounds, run.last_round))
+    with tempfile.TemporaryDirectory() as scratch:
+        own = {"output-dir": scratch, "run-name": "", "device": device, "tracker": "none"}
+        own |= {"num-clients": manifest["clients"]}
+        with suppress(Replayed):
+            run_inline({**keys, **own}, manifest["clients"], observers=[replay])
+    for key in ("data", "split"):
+        then, now = manifest[key], replay.manifest[key]
+        yield Check(now == then, f"{key}: {now}" + ("" if now == then else f", expected {then}"))
+    for line, ours in zip(run.history, replay.lines, strict=False):
+        yield round_check(line, ours, manifest, replay.manifest, is_same_setup)
 
 
 def round_check(

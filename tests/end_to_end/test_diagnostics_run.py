@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import server_app.federation
 import torch
 from client_fixtures import add_small_cnn
 from data_fixtures import make_npz, random_images
@@ -26,10 +27,11 @@ from run_fixtures import (
     without_times,
 )
 from safetensors.torch import load_file
+from server_app.exchange import Exchange
+from server_app.federation import prepare
 
 import keel.cli.main
 import server_app.diagnostics.comparison
-import server_app.federation
 import server_app.inline
 from client_app.methods import method_of
 from client_app.setup import build_network, forget_sources, model_for, open_source
@@ -42,8 +44,6 @@ from server_app.diagnostics.comparison import (
     probe_of,
 )
 from server_app.diagnostics.monitor import Monitor
-from server_app.exchange import Exchange
-from server_app.federation import prepare
 from server_app.inline import simulation
 from server_app.run_directory import read_arrays, save_arrays
 from strategies import Average

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import server_app.federation
 import torch
 from data_fixtures import random_images
 from rich.console import Console
 from run_fixtures import resume, summary_of
 
-import server_app.federation
 import server_app.manifest
 from client_app.setup import client_indices, device_for, forget_sources, open_source
 from client_app.state import ResetNeeded

@@ -149,6 +149,7 @@ def test_a_run_that_is_ended_from_outside(tmp_path, number):
 def test_a_process_that_ends_where_no_exception_reaches_the_run_still_says_so(tmp_path):
     """As Flower's simulation, whose ServerApp is a thread: the exit handler is all there is."""
     from server_app.federation import run_federation
+
     from server_app.inline import simulated_nodes
 
     handlers, seen = [], []

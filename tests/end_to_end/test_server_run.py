@@ -20,6 +20,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import server_app.client_registry
+import server_app.federation
+import server_app.rounds
 import torch
 import torch.nn.functional as F
 from data_fixtures import make_folder, make_npz, random_images
@@ -39,12 +42,10 @@ from run_fixtures import (
     same_bits,
     summary_of,
 )
+from server_app.rounds import DivergedError
 
 import protocol.files
-import server_app.client_registry
-import server_app.federation
 import server_app.inline
-import server_app.rounds
 import server_app.run_directory
 import server_app.summary
 from client_app.method import Update
@@ -62,7 +63,6 @@ from server_app.history import Line
 from server_app.inline import InlineGrid, run_inline
 from server_app.load_model import load_model
 from server_app.observers import RunObserver
-from server_app.rounds import DivergedError
 from server_app.run_directory import Checkpoint, RunDirectory, new_run_directory, read_arrays
 from server_app.summary import read_manifest, remove_state
 from strategies.average import Average, TooFewRepliesError

@@ -1,0 +1,132 @@
+"""Evaluation after a round: on the source's test set, and on the clients' local test parts."""
+
+import logging
+import math
+from collections.abc import Sequence, Set
+
+from flwr.app import Message, MessageType
+
+import client_app.evaluation
+from protocol.config import RoundsConfig
+from protocol.messages import Arrays, EvaluateRequest, TrainReply, array_record, request_record
+from server_app.history import Line
+from server_app.question import Question
+from server_app.record import client_fields
+from server_app.start import Run
+from strategies.average import RoundReport
+from strategies.validation import RECORD_BYTES
+
+log = logging.getLogger("keel.server")
+
+
+def evaluated_clients(run: Run, number: int) -> str:
+    """Whose local test parts are evaluated on after this round: none, cohort or all."""
+    rounds = run.config.rounds
+    is_due = number == rounds.num_rounds or number % rounds.evaluate_every == 0
+    return run.config.evaluated_clients if is_due else "none"
+
+
+def has_own_models(run: Run) -> bool:
+    """Whether clients are evaluated with models that change only when they train."""
+    method = run.experiment.method
+    return method.is_personal and not (method.is_adapted_from_global or method.has_global_model)
+
+
+def evaluates_with_training(run: Run, number: int) -> bool:
+    """Whether the cohort is evaluated when it trains: its models do not change afterwards."""
+    return has_own_models(run) and evaluated_clients(run, number) != "none"
+
+
+def evaluate_clients(
+    run: Run, number: int, arrays: Arrays, report: RoundReport, silent: Set[str]
+) -> Line:
+    """The part of a line that is about the clients' local test parts.
+
+    report, silent: of the round's training.
+    """
+    fields: Line = {}
+    scored: list[TrainReply] = list(report.accepted) if has_own_models(run) else []
+    clients: Set[str] = {reply.client for reply in report.accepted}
+    if evaluated_clients(run, number) == "all":
+        clients = run.experiment.strategy.clients
+    clients = clients - {reply.client for reply in scored}
+    unasked = not_to_evaluate(run, number, clients, silent)
+    if unasked:
+        fields["evaluation_left_out"] = unasked
+    if to_ask := sorted(clients - unasked.keys()):
+        evaluation, num_bytes = ask_to_evaluate(run, number, arrays, to_ask)
+        scored += evaluation.accepted
+        fields["evaluation_left_out"] = evaluation.left_out | unasked
+        fields["reset_needed"] = sorted({*report.reset_needed, *evaluation.reset_needed})
+        fields["evaluation_bytes_down"] = num_bytes
+        fields["evaluation_bytes_up"] = evaluation.bytes_up
+    return fields | client_fields(scored, run.experiment.method)
+
+
+def not_to_evaluate(run: Run, number: int, clients: Set[str], silent: Set[str]) -> dict[str, str]:
+    """Those of these clients that are not asked to evaluate, and why: each may cost a timeout."""
+    strategy = run.experiment.strategy
+    reasons = {
+        "no answer to the last evaluations": run.evaluation_backoff.backed_off(number, clients, 0),
+        "in backoff": strategy.backed_off(number),
+        "no answer in this round's training": silent,
+        "not connected": strategy.away,
+    }
+    return {c: why for why, found in reasons.items() for c in sorted(clients & found)}
+
+
+def ask_to_evaluate(
+    run: Run, number: int, arrays: Arrays, clients: Sequence[str]
+) -> tuple[RoundReport, int]:
+    """The clients' replies to an evaluate message and who gave none; the bytes sent."""
+    strategy, data = run.experiment.strategy, run.experiment.data
+    request = EvaluateRequest(run.config, data, number, run.name_for_clients, run.directory.id)
+    nodes = strategy.nodes_of(clients)
+    messages = strategy.messages(
+        MessageType.EVALUATE, nodes, array_record(arrays), request_record(request)
+    )
+    what = f"the evaluation of round {number}"
+    question = Question(run, number, "evaluate", what, messages)
+    replies: list[Message] = []
+    question.ask(replies.append, 2 * RECORD_BYTES)
+    strategy.aggregate_evaluate(number, replies)
+    report, strategy.report = strategy.report, RoundReport()
+    answered = set(clients) - question.silent
+    for client in run.evaluation_backoff.note(number, answered, question.silent):
+        log.warning(
+            "%s: client %s gave no answer to %d evaluations in a row; it is not evaluated for %d "
+            "rounds",
+            what,
+            client,
+            run.evaluation_backoff.failures[client],
+            run.config.rounds.backoff_rounds,
+        )
+    if report.left_out:
+        run.audit.note("rejected", round=number, kind="evaluate", clients=report.left_out)
+    return report, question.num_bytes
+
+
+def global_score(run: Run, number: int, arrays: Arrays) -> dict[str, float]:
+    """Accuracy and loss of the global model on the source's test set."""
+    experiment = run.experiment
+    model = experiment.model.to(experiment.device)
+    model.load_state_dict(experiment.initial_weights | arrays)
+    precision = run.config.train.precision
+    score = client_app.evaluation.evaluate(model, experiment.test_samples, precision)
+    if not math.isfinite(score.loss):  # null in the history
+        log.warning(
+            "round %d: the global model's loss on the test set is %s: the model has diverged and "
+            "its accuracy is meaningless. %s",
+            number,
+            score.loss,
+            divergence_advice(run.config.rounds),
+        )
+    return {"accuracy": score.accuracy, "loss": score.loss}
+
+
+def divergence_advice(rounds: RoundsConfig) -> str:
+    """What to change in the config of a run whose global model has diverged."""
+    return (
+        f"Lower lr, or the server's learning rate (options of {rounds.method} and of "
+        f"server-optimizer {rounds.server_optimizer})"
+    )

@@ -1,0 +1,101 @@
+"""What a run trains: config, data, network, method and server half, each built and checked once."""
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from client_app.method import Method
+from client_app.methods import method_of
+from client_app.samples import Samples
+from client_app.setup import dataset_spec_of, device_for, model_for, open_source, pixels_of, placed
+from data.sources import Source
+from models import StagedModel
+from protocol.code import place_of
+from protocol.config import RunConfig
+from protocol.messages import Arrays, DatasetSpec
+from server_app.diagnostics.monitor import Monitor
+from server_app.pool import Pool
+from server_app.roster import Clients, clients_of, roster_warnings
+from strategies import Average, strategy_for
+from strategies.average import returned
+
+log = logging.getLogger("keel.server")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What a run trains. initial_weights, first_arrays (what is sent in round 1): on the CPU."""
+
+    config: RunConfig
+    source: Source
+    data: DatasetSpec
+    method: Method
+    device: torch.device
+    model: StagedModel  # on that device
+    initial_weights: Arrays
+    first_arrays: Arrays
+    strategy: Average
+    test_samples: Samples
+
+
+def build_experiment(config: RunConfig) -> Experiment:
+    """The experiment of a config; ValueError, one line, if its parts do not fit together."""
+    method = method_of(config)
+    source = open_source(config)  # decoded here, before any client opens it
+    model = model_for(config, source)
+    method.check_model(model)  # raises for layers that this network does not have
+    initial_weights = {name: array.clone() for name, array in model.state_dict().items()}
+    strategy = strategy_for(config, model)
+    first_arrays = returned(strategy.initial_arrays, model)
+    unknown = first_arrays.keys() - initial_weights.keys()
+    if method.has_global_model and unknown:
+        raise ValueError(
+            f"{place_of(strategy.initial_arrays)} returned {min(unknown)!r}, which {model.name} "
+            "lacks: return arrays of the network, and others from `extra`"
+        )
+    device = device_for(config.train.device)
+    images, labels = np.asarray(source.test.images), np.asarray(source.test.labels)
+    return Experiment(
+        config=config,
+        source=source,
+        data=dataset_spec_of(config, source),
+        method=method,
+        device=device,
+        model=placed(model, device),
+        initial_weights=initial_weights,
+        first_arrays=first_arrays,
+        strategy=strategy,
+        test_samples=Samples(images, labels, pixels_of(config, source), device),
+    )
+
+
+def admit_clients(experiment: Experiment, pool: Pool) -> tuple[Clients, list[str]]:
+    """The clients, of which the server half is told, and a line for each unusual thing about them.
+
+    ValueError, one line, where the method cannot train with them, or too few are sampled.
+    """
+    config, strategy = experiment.config, experiment.strategy
+    clients = clients_of(config, pool.roster)
+    strategy.roster = pool.roster
+    strategy.partition_sizes = clients.sizes
+    warnings = roster_warnings(config, clients)
+    config.rounds.check_cohort(len(strategy.sample(1)))
+    return clients, warnings
+
+
+def monitor_of(experiment: Experiment, clients: Clients) -> Monitor | None:
+    """What measures the local models, if the config asks for it."""
+    config = experiment.config
+    if not config.rounds.diagnostics:
+        return None
+    return Monitor(
+        config,
+        experiment.method,
+        experiment.source,
+        experiment.model,
+        experiment.initial_weights,
+        architectures=clients.architectures,
+        is_simulated=clients.are_simulated,
+    )

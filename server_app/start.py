@@ -1,0 +1,166 @@
+"""The way from a run's keys to its first round: experiment, pool, run directory."""
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from logging.handlers import MemoryHandler
+from pathlib import Path
+
+from client_app.machine import data_digest, host_name, report_of
+from client_app.precision import resolved
+from protocol.config import RunConfig, resolve_config
+from protocol.files import digest
+from protocol.messages import PreflightRequest
+from protocol.options import OptionValue
+from server_app.audit import AuditLog
+from server_app.checks import config_warnings
+from server_app.diagnostics.monitor import Monitor
+from server_app.experiment import Experiment, admit_clients, build_experiment, monitor_of
+from server_app.manifest import (
+    NUM_NOTED_ROUNDS,
+    begin_manifest,
+    check_same_data,
+    note_round,
+)
+from server_app.pool import Pool
+from server_app.preflight import machine_warnings
+from server_app.roster import Clients
+from server_app.run_directory import (
+    Checkpoint,
+    RunDirectory,
+    new_run_directory,
+    open_run_directory,
+)
+from server_app.run_reader import RunReader, new_path
+from server_app.trackers import check_trackers
+from strategies.backoff import Backoff
+
+log = logging.getLogger("keel.server")
+# the experiment, and the directory of the run that is resumed, to its clients
+PoolMaker = Callable[[Experiment, Path | None], Pool]
+
+
+@dataclass
+class Run:
+    """One run under way. start: the checkpoint that it begins from, of round 0 for a new run."""
+
+    experiment: Experiment
+    pool: Pool
+    clients: Clients
+    directory: RunDirectory
+    start: Checkpoint
+    monitor: Monitor | None
+    evaluation_backoff: Backoff  # clients that gave no answer to evaluations
+    # told what is asked, how many clients have answered, and how many were asked
+    progress: Callable[[str, int, int], None] = lambda what, num_replies, num_asked: None
+    # the names of the loss metrics of all rounds so far
+    loss_terms: set[str] = field(default_factory=set)
+
+    @property
+    def config(self) -> RunConfig:
+        """The run's config."""
+        return self.experiment.config
+
+    @property
+    def audit(self) -> AuditLog:
+        """The run's audit log."""
+        return self.directory.audit
+
+    @property
+    def name_for_clients(self) -> str:
+        """The run directory's path where clients store their state in it; else its name."""
+        path = self.directory.path
+        return str(path) if self.pool.stores_state_here else path.name
+
+
+def start_run(
+    make_pool: PoolMaker,
+    overrides: Mapping[str, OptionValue],
+    held: ExitStack,
+    early: MemoryHandler | None = None,
+) -> Run:
+    """Check all that can be checked before round 1, then make or open the run directory.
+
+    held: closes the directory. early: has warnings for the run's log.
+    """
+    config = resolve_config(overrides)
+    overrides = {key: value for key, value in overrides.items() if key != "resume"}
+    resumed: RunDirectory | None = None
+    if config.rounds.resume:
+        resumed, config, overrides = open_run_directory(config.rounds.resume, overrides)
+        held.callback(resumed.close)
+    else:
+        new_path(config)  # raises if it exists
+    check_trackers(config.rounds)
+    experiment = build_experiment(config)
+    pool = make_pool(experiment, resumed.path if resumed else None)
+    clients, warnings = admit_clients(experiment, pool)
+    monitor = monitor_of(experiment, clients)
+    start = Checkpoint(0, experiment.first_arrays, {})
+    data = data_digest(experiment.source) if clients.are_simulated else ""
+    if resumed:
+        if data:
+            check_same_data(resumed.path, config, data, clients.split)
+        start = resumed_from(experiment, resumed, start)
+    directory = resumed or new_run_directory(config)
+    if not resumed:
+        held.callback(directory.close)
+    directory.checkpoint_interval = config.rounds.checkpoint_every
+    backoff = Backoff(config.rounds.backoff_after, config.rounds.backoff_rounds)
+    run = Run(experiment, pool, clients, directory, start, monitor, backoff)
+    begin_log(run, warnings + config_warnings(config, overrides), early)
+    if clients.are_simulated:
+        # a resume with another number of simulated clients would split the data differently
+        overrides = {**overrides, "num-clients": clients.num}
+    directory.save_config(resolve_config(overrides), overrides)
+    note_manifest(run, data)
+    return run
+
+
+def resumed_from(experiment: Experiment, directory: RunDirectory, start: Checkpoint) -> Checkpoint:
+    """The newest checkpoint, which the server half gets too; `start` if there is none yet."""
+    config = experiment.config
+    if directory.has_checkpoint(config.rounds.checkpoint_every):
+        start = directory.newest_checkpoint(start.arrays, config.model.model)
+        experiment.strategy.load(start.state)
+    return start
+
+
+def begin_log(run: Run, warnings: list[str], early: MemoryHandler | None) -> None:
+    """Begin the audit log and run.log, with these warnings. early: as `start_run`."""
+    run.audit.note("started", round=run.start.round + 1)
+    run.pool.record_in(run.directory.path, run.audit.note)
+    run.directory.start_log(None, early)
+    for path in run.directory.skipped:
+        text = "%s is damaged: skipped, the run continues from round %d"
+        log.warning(text, path, run.start.round)
+    if run.pool.machines:
+        request = PreflightRequest(run.config, run.experiment.data, host=host_name())
+        warnings = warnings + machine_warnings(run.pool.machines, report_of(request))
+    for text in warnings:
+        log.warning("%s", text)
+
+
+def note_manifest(run: Run, data: str) -> None:
+    """Write what the run consists of. data: the digest of its data."""
+    config, path, clients = run.config, run.directory.path, run.clients
+    machines = run.pool.machines
+    precisions = [machine.precision for machine in machines]
+    if not precisions:
+        precisions = [resolved("auto", run.experiment.model, run.experiment.device)]
+    begin_manifest(
+        path,
+        config,
+        num_clients=clients.num,
+        is_simulated=clients.are_simulated,
+        split=clients.split,
+        data=data,
+        workers=machines,
+        precisions=precisions if clients.are_simulated and config.train.precision == "auto" else (),
+        trains=run.start.round < config.rounds.num_rounds,
+    )
+    noted = RunReader(path).manifest.get("rounds", {})
+    start = run.start
+    if 0 < start.round <= NUM_NOTED_ROUNDS and str(start.round) not in noted:  # killed before it
+        note_round(path, config, start.round, digest(*start.pieces(config.model.model)))
