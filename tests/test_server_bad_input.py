@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 from run_fixtures import NUM_CLIENTS, SMALL, final_model, same_bits
+from server_app.federation import run_federation
 
 import server_app.inline
 from protocol.config import default_config
-from server_app.federation import run_federation
 from server_app.inline import InlineGrid, run_inline
 
 Keel = Callable[..., str]
