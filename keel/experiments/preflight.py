@@ -12,7 +12,8 @@ from models import StagedModel
 from protocol.config import RunConfig, resolve_config
 from protocol.options import ConfigError, OptionValue
 from server_app.checks import keys_without_effect
-from server_app.simulated_roster import SimulatedRoster, check_simulated_roster
+from server_app.roster import check_simulated_roster
+from server_app.simulated_roster import SimulatedRoster
 from server_app.trackers import check_trackers
 from strategies import strategy_for
 
