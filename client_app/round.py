@@ -14,7 +14,7 @@ from client_app.precision import resolved
 from client_app.samples import BatchPlan, Samples, Step, batch_size_for
 from models import StagedModel
 from protocol.config import RunConfig
-from protocol.messages import Arrays, DatasetSpec, mismatch
+from protocol.messages import Arrays, DatasetSpec
 from protocol.seeds import seed_of
 
 
@@ -41,17 +41,6 @@ class Networks(Protocol):
 def on_device(arrays: Arrays, device: torch.device) -> Arrays:
     """The arrays on this device; those that are there are not copied."""
     return {name: array.to(device) for name, array in arrays.items()}
-
-
-def check_extra(extra: Arrays, like: Arrays) -> None:
-    """ValueError unless `RoundContext.extra` has the names, shapes and dtypes of `like`.
-
-    Without this check, an array of another shape could be broadcast. Further arrays are allowed: a
-    method that extends another's may read them.
-    """
-    found = {name: array for name, array in extra.items() if name in like}
-    if reason := mismatch(found, like, with_values=False):
-        raise ValueError(f"what the server sent alongside the model is unusable: {reason}")
 
 
 @dataclass(frozen=True)

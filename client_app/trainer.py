@@ -86,9 +86,9 @@ def fit(
     parameters: Sequence[Tensor],
     inputs: Inputs,
     loss: Loss,
-    *,
     lr: float,
     duration: Duration,
+    *,
     stream: str = "batches",
     decays: bool = True,
     momentum: float | None = None,
@@ -120,11 +120,9 @@ def fit(
     rates = [lr * ctx.lr_factor * decay**epoch if decays else lr for epoch in plan.epochs]
     sums = MeanTerms()
     gradients = functools.partial(gradients_of, ctx, parameters, loss, gradient_offsets)
-    plain = recorded = (ctx.train_samples.batch(plan), gradients)
+    plain: tuple[Callable[..., Any], ...] = (ctx.train_samples.batch(plan), gradients)
     sizes = recorded_sizes(ctx, plan)
-    if sizes:
-        what = f"of {ctx.config.rounds.method} with {ctx.model.name}, in {stream},"
-        recorded = (Replayed(plain[0], f"a batch {what}"), Replayed(gradients, f"a step {what}"))
+    recorded = replayed(ctx, stream, *plain) if sizes else plain
     with deterministic(ctx, stream):
         for number, rate in enumerate(rates):  # nothing here waits for the device
             is_recorded = len(plan.index[number]) in sizes
@@ -166,6 +164,14 @@ def gradients_of(
         torch.nn.utils.clip_grad_norm_(parameters, ctx.config.train.clip_norm)
     gradients = [parameter.grad for parameter in parameters]
     return {name: term.detach() for name, term in terms.items()}, gradients
+
+
+def replayed(
+    ctx: RoundContext, stream: str, batch: Callable[..., Any], gradients: Callable[..., Any]
+) -> tuple[Replayed, Replayed]:
+    """The two functions of a step, recorded at their third call."""
+    what = f"of {ctx.config.rounds.method} with {ctx.model.name}, in {stream},"
+    return Replayed(batch, f"a batch {what}"), Replayed(gradients, f"a step {what}")
 
 
 def recorded_sizes(ctx: RoundContext, plan: BatchPlan) -> set[int]:

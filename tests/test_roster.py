@@ -152,27 +152,6 @@ def test_an_odd_entry_is_refused_by_name(odd):
 # --- what a method asks of the clients ------------------------------------------------------------
 
 
-def test_fedlc_in_the_papers_form_refuses_clients_of_one_class():
-    entries = [entry("a"), entry("c", (0, 7) + (0,) * 8), entry("b", (1,) + (0,) * 9)]
-    given = {"method": "fedlc"}
-    text = rejected(entries, **given, **{"fedlc.exclude-true": True})
-    assert text.startswith(
-        "fedlc.exclude-true = true: 2 clients have samples of one class only, the first is b"
-    )
-    for keys in ({}, {"fedlc.exclude-true": True, "fedlc.tau": 0.0}):  # no class is infinitely far
-        config = config_of(**given, **keys)
-        check_roster(config, dict(enumerate(entries)), open_source(config))
-    config = config_of(**given, **{"fedlc.exclude-true": True})
-    check_roster(config, {1: entry("a"), 2: entry("b", (1, 1) + (0,) * 8)}, open_source(config))
-
-
-def test_fedpac_says_which_clients_lack_classes():
-    entries = [entry("a"), entry("b", (0, 1) * 5), entry("c", (1,) * 9 + (0,))]
-    *_, line = roster_warnings(config_of(method="fedpac"), entries)
-    assert line.startswith("fedpac: 2 of 3 clients lack classes: b (5), c (1). ")
-    assert roster_warnings(config_of(method="fedpac"), [entry("a")]) == []
-
-
 @pytest.mark.parametrize(("norm", "warns"), [("", True), ("group", False)])
 def test_fedmlb_warns_of_a_network_without_norm(norm, warns):
     config = config_of(method="fedmlb", model="cnn-fedreco", norm=norm)

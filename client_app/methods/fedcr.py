@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from client_app.feature_cache import cached
 from client_app.method import Method, ModelParts, Update
-from client_app.round import RoundContext, check_extra
+from client_app.round import RoundContext
 from client_app.samples import Duration, Step
 from client_app.split_model import extractor_of, head_of, unfreeze, with_own_head
 from client_app.trainer import fit
@@ -196,8 +196,6 @@ class FedCR(Method):
         """Extractor and head together; the class products are those of the last epoch."""
         train = ctx.config.train
         model = with_own_head(ctx, ctx.state).train().requires_grad_(True)
-        like = model.classifier.weight  # [C, dz]
-        check_extra(ctx.extra, {"M": like, "S": like})
         m, deviation = ctx.extra["M"], ctx.extra["S"].clamp_min(smallest)  # [C, dz]
         product = Product(model.num_classes, model.feature_width, ctx.device)
         last_stage, draw = model.stage_names[-1], self._draws(ctx, "batches")

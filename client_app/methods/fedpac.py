@@ -15,7 +15,7 @@ training. The first round has no alignment term. MSE is the mean over batch and 
 authors' code.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,14 +25,13 @@ from torch import Tensor
 
 from client_app.method import Method, Update
 from client_app.prototypes import class_means, class_sums, feature_sums
-from client_app.round import RoundContext, check_extra
+from client_app.round import RoundContext
 from client_app.samples import Duration
 from client_app.split_model import extractor_of, fit_part, head_of, unfreeze, with_own_head
 from client_app.trainer import fit
 from models import StagedModel
 from protocol.messages import Arrays
 from protocol.options import at_least, more_than, option
-from protocol.text import num_of, shortened
 
 
 def head_statistics(means: Tensor, counts: Tensor, mean_square: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,31 +73,10 @@ class FedPAC(Method):
     )
     extractor_epochs: int = option(at_least(0), "epochs on the extractor in each round")
 
-    def check_roster(self, label_counts: Mapping[str, Sequence[int]]) -> str:
-        """Warn of clients that lack classes: their rows of h are zero."""
-        lacking = {c: sum(n == 0 for n in counts) for c, counts in sorted(label_counts.items())}
-        named = [f"{client} ({n})" for client, n in lacking.items() if n]
-        if not named:
-            return ""
-        verb = "lacks" if len(named) == 1 else "lack"
-        return (
-            f"fedpac: {len(named)} of {num_of('client', lacking)} {verb} classes: "
-            f"{shortened(named)}. "
-            "For these classes their rows of h are zero, and the prototypes come from other clients"
-        )
-
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """The received extractor and the head that the server mixed for this client, or its own."""
-        model = ctx.model
-        like: Arrays = {}
-        if "prototypes" in ctx.extra:
-            weight = model.classifier.weight  # [C, d]
-            like = {"prototypes": weight, "is-known": weight[:, 0]}
-        if any(name.startswith("head.") for name in ctx.extra):
-            like |= {f"head.{name}": array for name, array in head_of(model).items()}
-        check_extra(ctx.extra, like)
-        mixed = {k.removeprefix("head."): ctx.extra[k] for k in like if k.startswith("head.")}
-        return with_own_head(ctx, {"head": {**state.get("head", {}), **mixed}})
+        mixed = {k.removeprefix("head."): a for k, a in ctx.extra.items() if k.startswith("head.")}
+        return with_own_head(ctx, {"head": state.get("head", {}) | mixed})
 
     def train(self, ctx: RoundContext) -> Update:
         """Statistics, head, extractor, class means."""

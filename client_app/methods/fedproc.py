@@ -25,7 +25,7 @@ from torch import Tensor
 from client_app.method import ModelParts, Update
 from client_app.objective import Batch, LocalObjective
 from client_app.prototypes import class_sums
-from client_app.round import RoundContext, check_extra
+from client_app.round import RoundContext
 from models import StagedModel
 from protocol.options import at_least, option
 
@@ -79,7 +79,6 @@ class FedProc(LocalObjective):
 
     def begin_round(self, ctx: RoundContext) -> float:
         """a_t of this round."""
-        check_extra(ctx.extra, {"prototypes": ctx.model.classifier.weight})
         return schedule(ctx.round - 1, self.schedule_rounds or ctx.config.rounds.num_rounds)
 
     def supervised(self, batch: Batch) -> Tensor:

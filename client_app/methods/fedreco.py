@@ -114,34 +114,25 @@ class FedReCo(Method):
         u_0.load_state_dict(ctx.received)
         u_0.eval().requires_grad_(False)
         k_v, k_u = Duration(*parse_duration(self.k_v)), Duration(*parse_duration(self.k_u))
+        h_i, h_0 = cached(ctx, u_i, k_v), cached(ctx, u_0, k_u)
 
         def f_i(h: Tensor, y: Tensor) -> dict[str, Tensor]:
             return {"supervised": F.cross_entropy(model.predict(h, split), y)}
 
-        def f_i_and_consensus(x: Tensor, y: Tensor, h_0: Tensor) -> dict[str, Tensor]:
+        def f_i_and_distance(x: Tensor, y: Tensor, h_0: Tensor) -> dict[str, Tensor]:
             h = u_i(x)
             return f_i(h, y) | {"penalty": self.lambda_ / 2 * representation_distance(h, h_0)}
 
-        u_i.eval()
-        h_i, h_0 = cached(ctx, u_i, k_v), cached(ctx, u_0, k_u)
-        head = fit(  # eq. (6)
+        u_i.eval()  # eq. (6)
+        head = fit(ctx, v_i, lambda b: (h_i(b), b.y), f_i, self.eta_v, k_v, stream="head")
+        model.eval()  # eq. (7); v_i is fixed, its norm statistics included
+        extractor = fit(
             ctx,
-            v_i,
-            lambda step: (h_i(step), step.y),
-            f_i,
-            lr=self.eta_v,
-            duration=k_v,
-            stream="head",
-        )
-        model.eval()  # v_i is fixed, its norm statistics included
-        u_i.train()
-        extractor = fit(  # eq. (7)
-            ctx,
-            u_i.weights,
-            lambda step: (step.x, step.y, h_0(step)),
-            f_i_and_consensus,
-            lr=self.eta_u,
-            duration=k_u,
+            u_i.train().weights,
+            lambda b: (b.x, b.y, h_0(b)),
+            f_i_and_distance,
+            self.eta_u,
+            k_u,
             stream="extractor",
         )
         x = next(ctx.steps("release", 1, "steps")).x

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from client_app.method import Update
 from client_app.objective import LocalObjective, minimise
-from client_app.round import RoundContext, check_extra
+from client_app.round import RoundContext
 from client_app.samples import batch_size_for
 from client_app.trainer import copy_of
 from protocol.config import RunConfig
@@ -127,7 +127,6 @@ class Scaffold(LocalObjective):
         model, momentum = ctx.model, ctx.config.train.momentum
         model.load_state_dict(ctx.received)
         parameters = dict(model.named_parameters())
-        check_extra(ctx.extra, {f"c.{name}": p for name, p in parameters.items()})
         c = {name: ctx.extra[f"c.{name}"] for name in parameters}
         accepted = accepted_control_variate(ctx)
         c_i = {
