@@ -6,7 +6,6 @@ import functools
 import hashlib
 import os
 import platform
-import re
 import secrets
 import stat
 import threading
@@ -26,7 +25,6 @@ STATE_FILE = (
 HISTORY_FILE = "history.jsonl"
 DAY_S = 86400.0
 MAX_NAME_BYTES = 180  # of a file's name in the name of its part, which can have 255
-MARK = re.compile("[0-9a-f]{8}")
 
 
 def full_path(path: Path) -> Path:
@@ -110,26 +108,15 @@ def write_atomically(path: Path, *pieces: Any) -> None:
 
 
 def write_output(path: Path, content: bytes) -> None:
-    """`write_atomically` for a path that a user gives; a file that is there keeps its mode.
-
-    Written in place: pipes, devices, files with several links, and files that may be written but
-    not replaced, such as one that is mounted into a container.
-    """
+    """`write_atomically` for a user's path, which may be a device; a file keeps its mode."""
     path = path.resolve()
-    before = path.stat() if path.exists() else None
-    if before is None or (stat.S_ISREG(before.st_mode) and before.st_nlink == 1):
-        try:
-            write_atomically(path, content)
-            if before:
-                path.chmod(stat.S_IMODE(before.st_mode))
-            return
-        except OSError as error:
-            if before is None or error.errno not in (errno.EACCES, errno.EPERM, errno.EBUSY):
-                raise
-    try:
+    if path.exists() and not path.is_file():  # a pipe or a device
         path.write_bytes(content)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        return
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
+    write_atomically(path, content)
+    if mode is not None:
+        path.chmod(mode)
 
 
 def part_of(path: Path) -> Path:
@@ -169,8 +156,7 @@ def remove_parts(directory: Path) -> None:
     """
     for part in directory.rglob(".*.part"):
         *_, machine, pid, _ = ("", *part.name.split("."))
-        # Keel 0.1 wrote no mark
-        is_own = machine == machine_mark() or not MARK.fullmatch(machine)
+        is_own = machine == machine_mark()
         has_ended = pid == str(os.getpid()) or not Path("/proc", pid).exists()
         with contextlib.suppress(FileNotFoundError):  # it has just been renamed
             is_old = time.time() - part.lstat().st_mtime > DAY_S

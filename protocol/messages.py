@@ -19,10 +19,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property, lru_cache
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
@@ -39,19 +40,16 @@ UNREADABLE = (SafetensorError, ValueError, KeyError, TypeError, AttributeError, 
 PACKED = "keel.safetensors"  # `Array.stype` of what `array_record` makes
 MAX_HEADER_BYTES = 2**22  # names, shapes and offsets of some ten thousand tensors
 MAX_ROSTER_CHARACTERS = 2**20  # of a roster entry as JSON
-MAX_TEXT = 200  # characters of each of TEXTS
-TEXTS = ("model", "versions", "keel", "device")  # of a roster entry, in one line each
-MAX_COUNTS = 100_000  # entries of a list in a roster entry
-MAX_COUNT = 10**12  # samples of one class
 MAX_METRICS = 256  # of a reply
-EXPECTED: dict[Any, str] = {  # of a request's values, by type
-    str: "a string",
-    bool: "true or false",
-    int: f"a whole number from 0 to {MAX_COUNT:g}",
-    list[int]: f"a list of whole numbers from 0 to {MAX_COUNT:g}",
-}
 MAX_INTEGER = 2**40  # of a counter
 METRIC_NAME = re.compile(r"(?!loss\.+\Z)[A-Za-z0-9._-]{1,64}")  # "loss/.." ends MLflow's round
+MAX_TEXT = 200  # characters of a text in a roster entry
+MAX_COUNTS = 100_000  # entries of a list in a roster entry
+MAX_COUNT = 10**12  # samples of one class
+# Types of a roster entry, which a client may have made up; a text is one line.
+Count = Annotated[int, Field(strict=True, ge=0, le=MAX_COUNT)]
+Counts = Annotated[list[Count], Field(max_length=MAX_COUNTS)]
+Text = Annotated[str, Field(strict=True, max_length=MAX_TEXT), AfterValidator(in_one_line)]
 # error code of a client whose state is lost or ahead of the server; Flower's own are below 100
 RESET_NEEDED = 100
 protocol_version = 4  # of the layout of messages; both sides need the same
@@ -147,19 +145,19 @@ class RosterEntry:
     device: what a real site trains on; "" for a simulated client.
     """
 
-    client: str
-    label_counts: list[int]
-    test_label_counts: list[int]
-    image_shape: list[int]
-    model: str
-    representation_width: int
-    versions: str
-    num_partitions: int
-    keel: str = field(default_factory=keel_version)
-    protocol: int = protocol_version
-    num_train: int = 0
-    num_test: int = 0
-    device: str = ""
+    client: Annotated[str, Field(strict=True), AfterValidator(check_client_name)]
+    label_counts: Counts
+    test_label_counts: Counts
+    image_shape: Annotated[list[Count], Field(min_length=3, max_length=3)]
+    model: Text
+    representation_width: Count
+    versions: Text
+    num_partitions: Count
+    keel: Text = field(default_factory=keel_version)
+    protocol: Count = protocol_version
+    num_train: Count = 0
+    num_test: Count = 0
+    device: Text = ""
 
     @property
     def num_examples(self) -> int:
@@ -217,9 +215,7 @@ def read_request(message: Message, kind: type[Request]) -> Request:
 
     ValueError if it is not one of Keel's, or if the server that sent it runs other code.
     """
-    record = find_record(message.content, "round", ConfigRecord)
-    if record is None:
-        raise ValueError("a message without the record 'round': not sent by Keel's ServerApp")
+    record = get_record(message.content, "round", ConfigRecord)
     values: dict[str, Any] = {name.replace("-", "_"): value for name, value in record.items()}
     names: list[str] = [each.name for each in fields(kind)]
     if missing := [name for name in [*names, "code"] if name not in values]:
@@ -233,12 +229,6 @@ def read_request(message: Message, kind: type[Request]) -> Request:
             f"{in_one_line(values['code'], 16)}: start the SuperLink, or Ray, from the checkout "
             "that the run is submitted from"
         )
-    for each in fields(kind):
-        if each.type in EXPECTED and not has_type(each.type, value := values[each.name]):
-            raise ValueError(
-                f"the message's {each.name.replace('_', '-')} = {in_one_line(repr(value), 80)}: "
-                f"expected {EXPECTED[each.type]}"
-            )
     values["config"] = config_from_json(str(values["config"]))  # as `withholds_metrics` reads it
     values["data"] = dataset_spec_from_json(str(values["data"]))
     return kind(**{name: values[name] for name in names})
@@ -246,29 +236,8 @@ def read_request(message: Message, kind: type[Request]) -> Request:
 
 @lru_cache(maxsize=4)  # the same in every message of a run
 def dataset_spec_from_json(text: str) -> DatasetSpec:
-    """What `request_record` made of the run's data; ValueError if its values are odd."""
-    try:
-        sent = json.loads(text)
-        spec = DatasetSpec(*(tuple(sent[field.name]) for field in fields(DatasetSpec)))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        reason = in_one_line(f"{type(error).__name__}: {error}", 80)
-        raise ValueError(f"the message's data is unreadable: {reason}") from error
-    shape = list(spec.image_shape)
-    scales = [value for value in (*spec.mean, *spec.std) if type(value) in (int, float)]
-    is_shape = has_type(list[int], shape) and len(shape) == 3 and 0 not in shape
-    if not (
-        is_shape
-        and len(spec.mean) == len(spec.std) == shape[0]
-        and len(scales) == 2 * shape[0]
-        and all(map(math.isfinite, scales))
-        and all(value > 0 for value in spec.std)
-        and all(isinstance(name, str) for name in spec.class_names)
-    ):
-        raise ValueError(
-            f"the message's data = {in_one_line(text, 200)}: expected an image shape of three "
-            "counts, names of classes, and for each channel a mean and a std above 0"
-        )
-    return spec
+    """What `request_record` made of the run's data."""
+    return DatasetSpec(**{name: tuple(value) for name, value in json.loads(text).items()})
 
 
 def message_content(
@@ -281,11 +250,7 @@ def message_content(
 
 def last_accepted_round_of(message: Message) -> int:
     """The last round of this client whose update was aggregated; 0: none."""
-    found: Any = get_record(message.content, "client", ConfigRecord).get("counted-round")
-    if not has_type(int, found):
-        shown = in_one_line(repr(found), 80)
-        raise ValueError(f"the message's counted-round = {shown}: expected {EXPECTED[int]}")
-    return int(found)
+    return int(get_record(message.content, "client", ConfigRecord)["counted-round"])  # type: ignore[arg-type]
 
 
 def names_of(names: Iterable[str]) -> dict[str, str]:
@@ -460,10 +425,7 @@ def roster_content(entry: RosterEntry) -> RecordDict:
 
 def read_roster(message: Message) -> RosterEntry:
     """The roster entry in a reply to query; ValueError if there is none, or one out of bounds."""
-    record = find_record(message.content, "roster", ConfigRecord)
-    if record is None:
-        raise ValueError("the reply to the query has no record 'roster'")
-    text = str(record.get("entry"))
+    text = str(get_record(message.content, "roster", ConfigRecord).get("entry"))
     if len(text) > MAX_ROSTER_CHARACTERS:
         raise ValueError(
             f"the roster entry has {len(text)} characters, more than {MAX_ROSTER_CHARACTERS}"
@@ -472,58 +434,35 @@ def read_roster(message: Message) -> RosterEntry:
         sent = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the roster entry is unreadable: {in_one_line(error)}") from error
-    if not isinstance(sent, dict):
-        raise ValueError("the roster entry is unreadable: not an object")
-    version = sent.get("protocol", 0)  # not defaulted: clients of before this field have version 0
-    if version != protocol_version:
-        client, version, keel = (
-            in_one_line(v, 80) or "?"
-            for v in (sent.get("client"), version, sent.get("keel", "unknown"))
-        )
-        raise ValueError(
-            f"client {client} speaks version {version} of the protocol, this server "
-            f"{protocol_version}: install the same Keel on both (the client's is {keel}, the "
-            f"server's {keel_version()})"
-        )
     return roster_entry(sent)
 
 
-def has_type(kind: object, value: object) -> bool:
-    """Whether value is a string, a bool, a count or a list of counts, as `kind` says, in bounds."""
-    if kind in (str, bool):
-        return type(value) is kind
-    counts = value if isinstance(value, list) else [value]
-    are_counts = len(counts) <= MAX_COUNTS and all(
-        type(n) is int and 0 <= n <= MAX_COUNT for n in counts
-    )
-    return are_counts and isinstance(value, list) == (kind is not int)
-
-
-def roster_entry(sent: dict[str, Any]) -> RosterEntry:
+def roster_entry(sent: Any) -> RosterEntry:
     """The entry in decoded JSON; ValueError naming the client and the field that is wrong."""
-    before: dict[str, Any] = {"num_train": 0, "num_test": 0, "device": ""}
-    sent = before | sent  # saved before they were added
-    client = in_one_line(sent.get("client"), 64) or "?"
-    wrong = sorted(map(str, sent.keys() ^ {f.name for f in fields(RosterEntry)}))
-    types = get_type_hints(RosterEntry)
-    wrong += [name for name, kind in types.items() if not has_type(kind, sent.get(name))]
-    if not wrong and len(sent["label_counts"]) != len(sent["test_label_counts"]):
-        wrong.append("test_label_counts")
-    if not wrong and len(sent["image_shape"]) != 3:
-        wrong.append("image_shape")
-    if wrong:
+    if not isinstance(sent, dict):
+        raise ValueError("the roster entry is unreadable: not an object")
+    client, keel = (in_one_line(sent.get(name), 64) for name in ("client", "keel"))
+    if sent.get("protocol") != protocol_version:
         raise ValueError(
-            f"client {client}: field {in_one_line(wrong[0], 64)!r} of its roster entry is missing, "
-            f"unknown or of a wrong type (counts: 0 to {MAX_COUNT:g}): install the same Keel on "
-            "client and server"
+            f"client {client} speaks version {in_one_line(sent.get('protocol'), 64)} of the "
+            f"protocol, this server {protocol_version}: install the same Keel on both (the "
+            f"client's is {keel}, the server's {keel_version()})"
         )
-    for name in TEXTS:
-        if len(sent[name]) > MAX_TEXT:
-            raise ValueError(
-                f"client {client}: {name} has {len(sent[name])} characters, more than {MAX_TEXT}"
-            )
-    texts = {name: in_one_line(sent[name]) for name in TEXTS}
-    return RosterEntry(**{**sent, **texts, "client": check_client_name(sent["client"])})
+    try:
+        entry = entries.validate_python(sent)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, wrong["loc"]))
+        reason = in_one_line(f"field {place!r} of its roster entry: {wrong['msg']}")
+        raise ValueError(f"client {client}: {reason}") from error
+    if len(entry.label_counts) != len(entry.test_label_counts):
+        raise ValueError(f"client {client}: label_counts and test_label_counts differ in length")
+    return entry
+
+
+entries: TypeAdapter[RosterEntry] = TypeAdapter(
+    with_config(ConfigDict(extra="forbid"))(RosterEntry)
+)
 
 
 def payload_bytes(message: Message) -> int:

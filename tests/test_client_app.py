@@ -381,14 +381,8 @@ def test_a_message_that_is_not_keels_is_answered_with_an_error(kind, tmp_path):
 @pytest.mark.parametrize(
     ("record", "key", "value"),
     [
-        ("client", "counted-round", -1),
         ("client", None, None),
         ("arrays", None, None),
-        ("data", "mean", [0.1, 0.2, 0.3]),
-        ("data", "std", [0.0]),
-        ("data", "image_shape", [1, -28, 28]),
-        ("data", "class_names", [1, 2, 3]),
-        ("round", "data", "[" * 100_000),
         ("config", "model", "cnn-fedrec"),
         ("config", "method", "fedintr2"),
     ],

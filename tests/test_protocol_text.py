@@ -25,7 +25,7 @@ from protocol.messages import (
     reply_content,
     roster_content,
 )
-from protocol.text import check_client_name, in_one_line, is_client_name, num_of, size_of_data
+from protocol.text import check_client_name, in_one_line, is_client_name, num_of
 
 pytestmark = pytest.mark.usefixtures("task_identity")
 any_text = st.text(st.characters(exclude_categories=()), max_size=500)  # with surrogates
@@ -55,12 +55,6 @@ def test_what_the_sanitiser_leaves_is_one_short_printable_line(text, max_length)
 )
 def test_the_sanitiser_by_example(text, line):
     assert in_one_line(text) == line
-
-
-def test_of_a_long_text_only_the_beginning_is_read():
-    """A client may send an error of megabytes."""
-    assert in_one_line(" " * 20 * 300 + "x") == ""
-    assert in_one_line(" " * 19 * 300 + "x") == "x"
 
 
 @given(st.one_of(any_text, st.integers(), st.none()))
@@ -187,22 +181,23 @@ def with_entry(**changes) -> Message:
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("changes", "named"),
     [
-        ({"client": "../../etc"}, r"client name '../../etc': expected 1 to 64 letters"),
-        ({"client": "site\x1b[31m"}, "expected 1 to 64 letters"),
-        ({"versions": "x" * 201}, "client site-a: versions has 201 characters, more than 200"),
-        ({"device": "x" * 201}, "client site-a: device has 201 characters, more than 200"),
-        ({"model": "x" * 201}, "client site-a: model has 201 characters, more than 200"),
-        ({"label_counts": [10**12 + 1, 0]}, "field 'label_counts'"),
-        ({"label_counts": [1] * 100_001}, "field 'label_counts'"),
-        ({"protocol": "1\n\n2"}, "speaks version"),
-        ({"versions": "x" * MAX_ROSTER_CHARACTERS}, "characters, more than 1048576"),
-        ({"<b>": 1}, "field '‹b›' of its roster entry"),
+        ({"client": "../../etc"}, "'client'"),
+        ({"client": "site\x1b[31m"}, "'client'"),
+        *(({name: "x" * 201}, f"'{name}'") for name in ("versions", "device", "model", "keel")),
+        ({"label_counts": [10**12 + 1, 0]}, "'label_counts.0'"),
+        ({"label_counts": [True, 0]}, "'label_counts.0'"),
+        ({"label_counts": [1] * 100_001}, "'label_counts'"),
+        ({"label_counts": [1]}, "test_label_counts"),
+        ({"image_shape": [1, 2]}, "'image_shape'"),
+        ({"protocol": "1\n\n2"}, "protocol"),
+        ({"versions": "x" * MAX_ROSTER_CHARACTERS}, "1048576"),
+        ({"<b>": 1}, "'‹b›'"),
     ],
 )
-def test_a_roster_entry_over_its_bounds_is_rejected_by_name(changes, reason):
-    with pytest.raises(ValueError, match=reason) as caught:
+def test_a_roster_entry_over_its_bounds_is_rejected_by_name(changes, named):
+    with pytest.raises(ValueError, match=named) as caught:
         read_roster(with_entry(**changes))
     assert in_one_line(caught.value, 1000) == str(caught.value)
 
@@ -213,18 +208,16 @@ def test_versions_are_sanitised():
 
 
 @pytest.mark.parametrize(
-    ("metrics", "reason"),
+    ("metrics", "named"),
     [
-        ({f"m{i}": 1.0 for i in range(MAX_METRICS + 1)}, "257 metrics, more than 256"),
-        ({"x" * 65: 1.0}, "metric 'x{65}': expected 1 to 64 letters"),
-        ({"loss\n": 1.0}, "metric 'loss': expected 1 to 64 letters"),
-        # as "loss/..": MLflow took none of the round's figures, of any client
-        ({"loss...": 1.0}, r"metric 'loss\.\.\.': expected .*, and a loss with a name"),
-        ({"loss.": 1.0}, r"metric 'loss\.': expected .*, and a loss with a name"),
+        ({f"m{i}": 1.0 for i in range(MAX_METRICS + 1)}, "257"),
+        ({"x" * 65: 1.0}, "x{65}"),
+        ({"loss\n": 1.0}, "loss"),
+        ({"loss.": 1.0}, r"loss\."),  # as "loss/": MLflow takes none of the round's figures then
     ],
 )
-def test_metrics_over_their_bounds_are_rejected_by_name(metrics, reason):
-    with pytest.raises(ValueError, match=reason):
+def test_metrics_over_their_bounds_are_rejected_by_name(metrics, named):
+    with pytest.raises(ValueError, match=named):
         read_reply(message(reply_content(TrainReply("a", 1, {}, {}, metrics))))
 
 
@@ -233,31 +226,12 @@ def test_a_reply_over_its_size_is_rejected_before_its_arrays_are_read(monkeypatc
     size = payload_bytes(sent)
     assert read_reply(sent, size).round == 1
     monkeypatch.setattr("protocol.messages.tensors", lambda record: pytest.fail("read"))
-    with pytest.raises(ValueError, match=f"has {size} bytes, more than the bound of {size - 1}"):
+    with pytest.raises(ValueError, match=str(size)):
         read_reply(sent, size - 1)
 
 
 @pytest.mark.parametrize(
-    ("things", "expected"),
-    [
-        (0, "0 replies"),
-        (1, "1 reply"),
-        (2, "2 replies"),
-        (["a"], "1 reply"),
-        ({}, "0 replies"),
-        (1.0, "1 reply"),
-        (0.5, "0.5 replies"),
-        (1_234_567, "1234567 replies"),
-    ],
+    ("things", "expected"), [(0, "0 replies"), (1, "1 reply"), ([1, 2], "2 replies")]
 )
 def test_a_count_has_the_number_of_its_noun(things, expected):
     assert num_of("reply", things, "replies") == expected
-    assert num_of("round", things) == expected.replace("replies", "rounds").replace(
-        "reply", "round"
-    )
-
-
-def test_the_size_of_data_has_the_number_of_its_nouns():
-    many = size_of_data(1_438, 359, [1, 32, 32], 10)
-    assert many == "1,438 training and 359 test images, 1 x 32 x 32, 10 classes"
-    assert size_of_data(1, 1, [3, 8, 8], 1) == "1 training and 1 test image, 3 x 8 x 8, 1 class"

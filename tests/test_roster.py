@@ -110,8 +110,7 @@ def test_another_protocol_is_refused_with_the_clients_name_and_both_versions(spo
     with pytest.raises(ValueError) as caught:
         read_roster(message(said))
     text = str(caught.value)
-    assert text.startswith(f"client site-a speaks version {spoken or 0} of the protocol")
-    assert f"the client's is 0.0.9, the server's {keel_version()}" in text
+    assert all(word in text for word in ("site-a", str(spoken), "0.0.9", keel_version()))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +133,7 @@ def test_another_protocol_is_refused_with_the_clients_name_and_both_versions(spo
 )
 def test_an_entry_of_odd_values_is_refused_by_name(name, value):
     said = asdict(entry("site-a")) | {name: value}
-    with pytest.raises(ValueError, match="of its roster entry is"):
+    with pytest.raises(ValueError, match=name):
         read_roster(message(said))
 
 
@@ -145,7 +144,7 @@ def test_an_odd_entry_is_refused_by_name(odd):
         del said["label_counts"]
     else:
         said["surprise"] = 1
-    with pytest.raises(ValueError, match=r"client site-a: field '.*' of its roster entry is "):
+    with pytest.raises(ValueError, match="label_counts" if odd == "missing" else "surprise"):
         read_roster(message(said))
 
 
