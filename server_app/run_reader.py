@@ -112,7 +112,10 @@ class RunReader:
     def summary(self) -> dict[str, Any]:
         """summary.json as the run last wrote it; status "starting" if there is none yet."""
         path = self.directory / SUMMARY_FILE
-        return read_object(path) if path.exists() else {"status": "starting"}
+        found = read_object(path) if path.exists() else {"status": "starting"}
+        if not isinstance(found.get("status"), str):
+            raise ValueError(f"{path} is damaged: it has no status; {COPY}")
+        return found
 
     @cached_property
     def history(self) -> list[Line]:
