@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 from run_fixtures import NUM_CLIENTS, SMALL, history_of, resume, summary_of
-from server_app.federation import run_federation
 
 from server_app.audit import check_audit
 from server_app.inline import run_inline
 from server_app.observers import RoundLog, RunObserver, SummaryTable
+from server_app.run import run_federation
 from server_app.run_reader import RunReader
 
 quick = {"local-epochs": 0, "num-rounds": 2}

@@ -7,7 +7,6 @@ import shutil
 
 import numpy as np
 import pytest
-import server_app.federation
 import torch
 from data_fixtures import random_images
 from rich.console import Console

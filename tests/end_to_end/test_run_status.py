@@ -14,8 +14,9 @@ from run_fixtures import SMALL, history_of, summary_of, wait_until
 from client_app.methods.moon import MOON
 from keel.runs import SavedRun
 from protocol.config import keel_version
-from server_app.inline import InlineGrid, run_inline
+from server_app.inline import run_inline
 from server_app.run_reader import RunReader
+from server_app.workers import InlineWorkers
 from strategies.average import TooFewRepliesError
 
 root = Path(__file__).parents[2]
@@ -50,14 +51,16 @@ def test_an_error_in_a_methods_file_has_its_line_and_a_traceback_in_run_log(tmp_
     ],
 )
 def test_whatever_ends_a_run_is_in_its_summary(run, tmp_path, monkeypatch, error, status):
-    def fail_in_round_2(grid, ids):
-        rounds = {m.content.config_records["round"].get("round") for m in grid.waiting.values()}
-        if 2 in rounds:
-            raise error
-        return answer(grid, ids)
+    answers, asked = InlineWorkers.answers, []
 
-    answer = InlineGrid.pull_messages
-    monkeypatch.setattr(InlineGrid, "pull_messages", fail_in_round_2)
+    def fail_in_round_2(workers, contents, kind, seconds):
+        if kind == "train":
+            asked.append(kind)
+        if len(asked) == 2:
+            raise error
+        return answers(workers, contents, kind, seconds)
+
+    monkeypatch.setattr(InlineWorkers, "answers", fail_in_round_2)
     with pytest.raises(type(error)):
         run(quick)
     [folder] = [path for path in tmp_path.iterdir() if path.is_dir()]
