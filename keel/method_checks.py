@@ -130,7 +130,7 @@ class Subject:
             TrainRequest(config, dataset_spec_of(config, source), number, [number - 1], False, ""),
             {"partition-id": client, "num-partitions": num_clients},
             received=received,
-            extra=strategy.extra() | strategy.own_extra(name_of(client)),
+            extra=strategy.extra() | strategy.own_extra.get(name_of(client), {}),
             state=state,
             last_accepted_round=number - 1 if state else 0,
         )

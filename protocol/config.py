@@ -234,9 +234,8 @@ class RoundsConfig:
     backoff_after: int = option(
         at_least(0),
         "failures in a row after which a client is not sampled (in a deployment, not evaluated "
-        "either) for a while; 0: never",
+        "either) for five rounds; 0: never",
     )
-    backoff_rounds: int = option(at_least(1), "length of a backoff, in rounds")
     norm_bound: str = option(
         one_of("off", "fixed", "median"), "bound on the norm of a client's update"
     )
@@ -253,11 +252,6 @@ class RoundsConfig:
     )
     num_malicious: int = option(
         at_least(0), "krum, multi-krum: f, the number of malicious clients a round to tolerate"
-    )
-    num_selected: int = option(
-        at_least(0),
-        "multi-krum: number of updates to average, at most all but num-malicious; 0: all but "
-        "num-malicious",
     )
     tracker: str = option(
         Constraint(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from protocol.options import ConfigError, at_least, between, more_than, one_of, option
+from protocol.options import at_least, between, more_than, option
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,6 @@ class FedAdamOptions(ServerOptimizerOptions):
     tau: float = option(
         more_than(0), "degree of adaptivity, added to sqrt(v)", source="Algorithm 2"
     )
-    form: str = option(
-        one_of("paper", "flower"),
-        "paper: v_0 = tau^2 and no bias correction; flower: as Flower's FedAdam",
-    )
-
-    def __post_init__(self) -> None:
-        """Refuse a second moment that never moves from Flower's 0."""
-        if self.form == "flower" and self.beta2 == 1:
-            raise ConfigError(
-                "fedadam.beta2",
-                "fedadam.beta2 = 1.0 with fedadam.form = 'flower': the bias correction makes the "
-                "learning rate 0; use a value below 1, or fedadam.form = 'paper'",
-            )
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,6 @@ def protection_not_in_use(config: RunConfig, keys: Collection[str]) -> list[str]
     readers = {
         "trim-fraction": ["trimmed-mean"],
         "num-malicious": ["krum", "multi-krum"],
-        "num-selected": ["multi-krum"],
     }
     for key in sorted(keys):
         if key == "norm-bound-value" and rounds.norm_bound == "off":

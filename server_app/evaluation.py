@@ -14,6 +14,7 @@ from server_app.question import Question
 from server_app.record import client_fields
 from server_app.start import Run
 from strategies.average import RoundReport
+from strategies.backoff import BACKOFF_ROUNDS
 from strategies.validation import RECORD_BYTES
 
 log = logging.getLogger("keel.server")
@@ -99,7 +100,7 @@ def ask_to_evaluate(
             what,
             client,
             run.evaluation_backoff.failures[client],
-            run.config.rounds.backoff_rounds,
+            BACKOFF_ROUNDS,
         )
     if report.left_out:
         run.audit.note("rejected", round=number, kind="evaluate", clients=report.left_out)

@@ -19,7 +19,6 @@ from server_app.diagnostics.monitor import Monitor
 from server_app.pool import Pool
 from server_app.roster import Clients, clients_of, roster_warnings
 from strategies import Average, strategy_for
-from strategies.average import returned
 
 log = logging.getLogger("keel.server")
 
@@ -48,7 +47,7 @@ def build_experiment(config: RunConfig) -> Experiment:
     method.check_model(model)  # raises for layers that this network does not have
     initial_weights = {name: array.clone() for name, array in model.state_dict().items()}
     strategy = strategy_for(config, model)
-    first_arrays = returned(strategy.initial_arrays, model)
+    first_arrays = strategy.initial_arrays(model)
     unknown = first_arrays.keys() - initial_weights.keys()
     if method.has_global_model and unknown:
         raise ValueError(

@@ -21,7 +21,6 @@ from server_app.manifest import split_digest
 from server_app.run_reader import DAMAGE
 from server_app.simulated_roster import MAX_LISTED, ByName, SimulatedRoster
 from strategies.sampling import name_of
-from strategies.validation import count_outliers
 
 ROSTER_FILE = "roster.json"
 
@@ -132,22 +131,19 @@ def partition_sizes(config: RunConfig, entries: Sequence[RosterEntry]) -> dict[s
 
 
 def count_warnings(config: RunConfig, entries: Sequence[RosterEntry]) -> list[str]:
-    """A line for each site that declares far more samples than others, or too large a share."""
+    """A line for each site that declares more samples than `max-weight-share` of all."""
     counts = {e.client: e.num_examples for e in entries if not e.num_partitions}
     median = statistics.median_low(counts.values() or [0])
-    outliers = count_outliers(counts, config.rounds.max_weight_share)
     total = sum(entry.num_examples for entry in entries) or 1
     share = max(config.rounds.max_weight_share, 1 / len(entries))
     warnings = []
     for client, count in sorted(counts.items()):
-        is_outlier = client in outliers
-        if not is_outlier and count <= share * total * (1 + 1e-9):
+        if count <= share * total * (1 + 1e-9):
             continue
-        more = ", and not at all with an update that opposes the others'" if is_outlier else ""
         warnings.append(
             f"client {client} declares {num_of('training sample', count)}, {count / total:.1%} of "
             f"all (the median is {median}); it weighs at most max-weight-share = {share:.2g} of a "
-            f"round{more}"
+            "round"
         )
     return warnings
 

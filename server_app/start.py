@@ -107,7 +107,7 @@ def start_run(
     if not resumed:
         held.callback(directory.close)
     directory.checkpoint_interval = config.rounds.checkpoint_every
-    backoff = Backoff(config.rounds.backoff_after, config.rounds.backoff_rounds)
+    backoff = Backoff(config.rounds.backoff_after)
     run = Run(experiment, pool, clients, directory, start, monitor, backoff)
     begin_log(run, warnings + config_warnings(config, overrides), early)
     if clients.are_simulated:

@@ -8,9 +8,8 @@ from contextlib import suppress
 
 from models import StagedModel
 from protocol.catalogue import classes, imported, method_stem
-from protocol.code import place_of
 from protocol.config import RunConfig
-from strategies.average import Average, returned
+from strategies.average import Average
 
 
 def server_half(method: str) -> type[Average]:
@@ -36,19 +35,12 @@ def server_half(method: str) -> type[Average]:
 def strategy_for(config: RunConfig, model: StagedModel) -> Average:
     """The server half of the run's method, for this network.
 
-    ValueError if its `__init__` does not call that of `Average`, or if clients would add the noise
-    of `privacy.epsilon` to whole numbers, such as indices.
+    ValueError if clients would add the noise of `privacy.epsilon` to whole numbers, such as
+    indices.
     """
-    half = server_half(config.rounds.method)
-    strategy = half(config, model)
-    if not hasattr(strategy, "backoff"):  # the last attribute that `Average.__init__` sets
-        raise ValueError(
-            f"{place_of(half.__init__)} does not call super().__init__(config, model): call it "
-            "first"
-        )
+    strategy = server_half(config.rounds.method)(config, model)
     if epsilon := config.privacy.epsilon:
-        sent = returned(strategy.expected, returned(strategy.initial_arrays, model))
-        for name, array in sent.items():
+        for name, array in strategy.expected(strategy.initial_arrays(model)).items():
             if not array.is_floating_point():
                 kind = str(array.dtype).removeprefix("torch.")
                 raise ValueError(

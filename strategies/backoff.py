@@ -1,18 +1,20 @@
 """Backoff: clients that fail repeatedly are not sampled, or not evaluated, for some rounds.
 
 A dead client costs a whole timeout in each round in which it is sampled. After `backoff-after`
-failures in a row it is not sampled for `backoff-rounds` rounds. Then one more failure excludes it
-again, and one success clears it.
+failures in a row it is not sampled for five rounds. Then one more failure excludes it again, and
+one success clears it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+
+BACKOFF_ROUNDS = 5  # length of a backoff
 
 
 class Backoff:
     """Each client's failures in a row, and the last round of its backoff."""
 
-    def __init__(self, backoff_after: int, backoff_rounds: int) -> None:
-        self.backoff_after, self.backoff_rounds = backoff_after, backoff_rounds
+    def __init__(self, backoff_after: int) -> None:
+        self.backoff_after = backoff_after  # failures in a row; 0: never
         self.failures: dict[str, int] = {}
         self.last_rounds: dict[str, int] = {}
 
@@ -21,7 +23,7 @@ class Backoff:
         found = {
             client
             for client, last in self.last_rounds.items()
-            if server_round <= last < server_round + self.backoff_rounds and client in clients
+            if server_round <= last < server_round + BACKOFF_ROUNDS and client in clients
         }
         return found if len(clients) - len(found) >= min_left else set()
 
@@ -36,7 +38,7 @@ class Backoff:
             return []
         new = sorted(c for c in failed if self.failures[c] >= self.backoff_after)
         for client in new:
-            self.last_rounds[client] = server_round + self.backoff_rounds
+            self.last_rounds[client] = server_round + BACKOFF_ROUNDS
         return new
 
     def state(self) -> dict[str, list[int]]:

@@ -34,7 +34,7 @@ def product_of_gaussians(
 class FedCRServer(Average):
     """Stores the global Gaussian of every class."""
 
-    needs_only_average: ClassVar[bool] = True
+    needs_updates: ClassVar[bool] = False
 
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         super().__init__(config, model)
@@ -49,28 +49,22 @@ class FedCRServer(Average):
         """A client's M and S, and the classes that it saw."""
         return {"M": self.m, "S": self.s, "seen": torch.zeros(len(self.m))}
 
-    def beside_model(self, reply: TrainReply) -> Arrays:
-        """What the norm bound judges: M, and the client's share of the product.
+    def checked_extra(self, reply: TrainReply) -> Arrays:
+        """M, and the client's share of the product.
 
         The share, 1 / (S sqrt(samples)), is 0 for classes that the client did not see, and at most
-        MAX_VALUE_RATIO.
+        MAX_VALUE_RATIO. ValueError where the product would be infinite, or of others' classes.
         """
-        entry = self._entry_of(reply)
-        samples = torch.tensor(entry.label_counts).clamp_min(1)[:, None]
-        seen, s = reply.extra["seen"][:, None], reply.extra["S"]
-        share = seen / (s * samples.sqrt())
-        return {"M": reply.extra["M"], "share": share.clamp_max(MAX_VALUE_RATIO)}
-
-    def extra_reason(self, reply: TrainReply) -> str:
-        """Why S or `seen` is rejected: the product would be infinite, or of others' classes."""
-        s, seen = reply.extra["S"], reply.extra["seen"]
-        if float(s.min()) < SMALLEST_DEVIATION:
-            return f"array 'S' holds {float(s.min()):.4g}: expected at least {SMALLEST_DEVIATION:g}"
+        m, s, seen = (reply.extra[name] for name in ("M", "S", "seen"))
+        if (low := float(s.min())) < SMALLEST_DEVIATION:
+            raise ValueError(f"array 'S' holds {low:.4g}: expected at least {SMALLEST_DEVIATION:g}")
         if not bool(((seen == 0) | (seen == 1)).all()):
-            return "array 'seen' has values other than 0 and 1"
-        entry = self._entry_of(reply)
-        is_own = bool((seen <= torch.tensor(entry.label_counts)).all())
-        return "" if is_own else "array 'seen' has a class without samples"
+            raise ValueError("array 'seen' has values other than 0 and 1")
+        samples = torch.tensor(self.entry_of(reply).label_counts)
+        if not bool((seen <= samples).all()):
+            raise ValueError("array 'seen' has a class without samples")
+        share = seen[:, None] / (s * samples.clamp_min(1)[:, None].sqrt())
+        return {"M": m, "share": share.clamp_max(MAX_VALUE_RATIO)}
 
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
         """The extractors' average, then the product of the clients' Gaussians."""

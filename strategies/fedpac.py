@@ -23,7 +23,7 @@ from models import StagedModel
 from protocol.config import RunConfig
 from protocol.messages import Arrays, TrainReply
 from strategies.average import Average
-from strategies.prototypes import Prototypes
+from strategies.prototypes import Prototypes, capped_scales, check_counts
 
 log = logging.getLogger("keel.server")
 smallest_share = 1e-3
@@ -52,9 +52,9 @@ def head_mix(i: int, h: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 class FedPACServer(Average):
-    """Stores the prototypes and every client's mixed head; sends each client its own."""
+    """Stores the prototypes and every client's mixed head, which is its `own_extra`."""
 
-    needs_only_average: ClassVar[bool] = True
+    needs_updates: ClassVar[bool] = False
 
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         super().__init__(config, model)
@@ -62,19 +62,10 @@ class FedPACServer(Average):
         weights = model.state_dict()
         keys = model.head_keys(model.stage_names[-1])
         self.head_like = {f"head.{k}": weights[k].detach().cpu() for k in keys}
-        self.heads: dict[str, Arrays] = {}
 
     def extra(self) -> Arrays:
         """Prototypes, from round 2 on."""
         return self.prototypes.arrays() if self.prototypes.is_known.any() else {}
-
-    def own_extra(self, client: str) -> Arrays:
-        """This client's mixed head, once it has taken part."""
-        return self.heads.get(client, {})
-
-    def extra_like(self) -> Arrays:
-        """Prototypes and a head."""
-        return self.prototypes.arrays() | self.head_like
 
     def expected_extra(self) -> Arrays:
         """Head, h [C, d], v [1], class means [C, d] and counts [C]."""
@@ -82,18 +73,15 @@ class FedPACServer(Average):
         own = {"h": like, "v": torch.zeros(1), "means": like, "counts": torch.zeros(len(like))}
         return self.head_like | own
 
-    def beside_model(self, reply: TrainReply) -> Arrays:
-        """All but the counts, which are checked against the roster."""
+    def checked_extra(self, reply: TrainReply) -> Arrays:
+        """All but the counts. ValueError if these differ from the roster entry."""
+        check_counts(reply, self.entry_of(reply))
         return {name: array for name, array in reply.extra.items() if name != "counts"}
-
-    def extra_reason(self, reply: TrainReply) -> str:
-        """Why the counts are rejected: they differ from the roster entry."""
-        return self.prototypes.count_reason(reply, self._entry_of(reply))
 
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
         """The extractors' average, new prototypes, and the heads of this round's clients."""
         following = super().next_arrays(current, replies)
-        scales = self.count_scales(replies)
+        scales = capped_scales(replies, self.counts(replies))
         counts = [r.extra["counts"] * scale for r, scale in zip(replies, scales, strict=True)]
         sums = [r.extra["means"] * n[:, None] for r, n in zip(replies, counts, strict=True)]
         self.prototypes.update(sums, counts)
@@ -102,7 +90,7 @@ class FedPACServer(Average):
         v = np.array([r.extra["v"].item() for r in replies])
         for i, reply in enumerate(replies):
             shares = head_mix(i, h, v)
-            self.heads[reply.client] = {
+            self.own_extra[reply.client] = {
                 name: sum(
                     (float(a) * r.extra[name] for a, r in zip(shares, replies, strict=True)),
                     torch.zeros_like(like),
@@ -113,14 +101,14 @@ class FedPACServer(Average):
 
     def own_state(self) -> Arrays:
         """Prototypes and heads."""
-        heads = {f"{c}/{k}": a for c, head in self.heads.items() for k, a in head.items()}
+        heads = {f"{c}/{k}": a for c, head in self.own_extra.items() for k, a in head.items()}
         return self.prototypes.arrays() | heads
 
     def load_own(self, state: Arrays) -> None:
         """Restore these prototypes and heads."""
         self.prototypes.load(state)
-        self.heads = {}
+        self.own_extra = {}
         for name, array in state.items():
             client, slash, key = name.rpartition("/")
             if slash:
-                self.heads.setdefault(client, {})[key] = array
+                self.own_extra.setdefault(client, {})[key] = array

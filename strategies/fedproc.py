@@ -13,13 +13,13 @@ from models import StagedModel
 from protocol.config import RunConfig
 from protocol.messages import Arrays, TrainReply
 from strategies.average import Average
-from strategies.prototypes import Prototypes
+from strategies.prototypes import Prototypes, capped_scales, check_counts
 
 
 class FedProcServer(Average):
     """Sends the prototypes alongside the model; receives class sums and counts."""
 
-    needs_only_average: ClassVar[bool] = True
+    needs_updates: ClassVar[bool] = False
 
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         super().__init__(config, model)
@@ -34,22 +34,18 @@ class FedProcServer(Average):
         sums = self.prototypes.values
         return {"sums": sums, "counts": torch.zeros(len(sums))}
 
-    def beside_model(self, reply: TrainReply) -> Arrays:
-        """Class means; the counts are checked against the roster."""
+    def checked_extra(self, reply: TrainReply) -> Arrays:
+        """Class means. ValueError if the counts or sums differ from the roster entry."""
+        check_counts(reply, self.entry_of(reply))
         sums, counts = reply.extra["sums"], reply.extra["counts"]
+        if sums[counts == 0].any():
+            raise ValueError("array 'sums' is not 0 for a class without samples")
         return {"means": sums / counts.clamp_min(1)[:, None]}
-
-    def extra_reason(self, reply: TrainReply) -> str:
-        """Why the counts or sums are rejected: they differ from the roster entry."""
-        if reason := self.prototypes.count_reason(reply, self._entry_of(reply)):
-            return reason
-        is_zero = not reply.extra["sums"][reply.extra["counts"] == 0].any()
-        return "" if is_zero else "array 'sums' is not 0 for a class without samples"
 
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
         """The average, then new prototypes."""
         following = super().next_arrays(current, replies)
-        scales = self.count_scales(replies)
+        scales = capped_scales(replies, self.counts(replies))
         sums, counts = (
             [r.extra[key] * scale for r, scale in zip(replies, scales, strict=True)]
             for key in ("sums", "counts")

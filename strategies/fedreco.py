@@ -17,7 +17,7 @@ from strategies.average import Average
 class FedReCoServer(Average):
     """Steps on u_0; the arrays are u_0's parameters and buffers, the replies its gradients."""
 
-    needs_only_average: ClassVar[bool] = True
+    needs_updates: ClassVar[bool] = False
 
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         super().__init__(config, model)
@@ -37,15 +37,6 @@ class FedReCoServer(Average):
     def expected(self, current: Arrays) -> Arrays:
         """A gradient for each of u_0's parameters."""
         return {name: array for name, array in current.items() if name in self.trainable}
-
-    @property
-    def is_weighted_by_examples(self) -> bool:
-        """Eq. (8) has the uniform mean."""
-        return False
-
-    def update_of(self, reply: TrainReply) -> Arrays:
-        """g_i."""
-        return reply.arrays
 
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
         """Eq. (8); u_0's buffers do not change."""

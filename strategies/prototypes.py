@@ -1,5 +1,7 @@
 """Global class prototypes on the server, for FedProc and FedPAC."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,12 +27,6 @@ class Prototypes:
         self.values = torch.where(reported[:, None], mean, self.values)
         self.is_known = torch.where(reported, 1.0, self.is_known)
 
-    def count_reason(self, reply: TrainReply, entry: RosterEntry) -> str:
-        """Why the reply's `counts` are rejected; "" if they equal those of its roster entry."""
-        counts = [float(n) for n in reply.extra["counts"]]
-        expected = torch.tensor(entry.label_counts, dtype=reply.extra["counts"].dtype).tolist()
-        return "" if counts == expected else f"array 'counts' is not {entry.label_counts}"
-
     def arrays(self) -> Arrays:
         """For messages and checkpoints."""
         return {"prototypes": self.values, "is-known": self.is_known}
@@ -38,3 +34,15 @@ class Prototypes:
     def load(self, arrays: Arrays) -> None:
         """Restore what `arrays` returned."""
         self.values, self.is_known = arrays["prototypes"], arrays["is-known"]
+
+
+def check_counts(reply: TrainReply, entry: RosterEntry) -> None:
+    """ValueError unless the reply's `counts` [C] equal those of the client's roster entry."""
+    counts = reply.extra["counts"]
+    if not torch.equal(counts, torch.tensor(entry.label_counts, dtype=counts.dtype)):
+        raise ValueError(f"array 'counts' is not {entry.label_counts}")
+
+
+def capped_scales(replies: Sequence[TrainReply], counts: Sequence[float]) -> list[float]:
+    """The share of each reply's number of samples that `max-weight-share` leaves; 1: all of it."""
+    return [n / r.metrics["num-examples"] for n, r in zip(counts, replies, strict=True)]

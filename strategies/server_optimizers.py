@@ -6,7 +6,7 @@ Arrays are float32 on the CPU, by parameter name.
 """
 
 from collections.abc import Callable, Collection
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -77,49 +77,34 @@ class FedAdamStep(ServerOptimizer):
     """FedAdam (Reddi et al. 2021): moments of the pseudo-gradient, no bias correction.
 
     With D = A - w: m <- b1 m + (1 - b1) D;  v <- b2 v + (1 - b2) D^2;  then
-    w <- w + lr m / (sqrt v + tau), from m = 0 and v = tau^2. `form = flower` is Flower's: from
-    v = 0, with lr multiplied by sqrt(1 - b2^(r+1)) / (1 - b1^(r+1)) in round r = 1, 2, ... torch's
-    Adam computes neither.
+    w <- w + lr m / (sqrt v + tau), from m = 0 and v = tau^2. torch's Adam corrects the bias.
     """
-
-    counter: ClassVar[str] = "#steps"
 
     def __init__(self, options: FedAdamOptions) -> None:
         super().__init__(options)
         self.m: Arrays = {}
         self.v: Arrays = {}
-        self.num_steps = 0
 
     def step(self, current: Arrays, average: Arrays, trainable: Collection[str]) -> Arrays:
         """One step on every trainable array."""
         o = self.options
-        self.num_steps += 1
-        lr = o.lr
-        if o.form == "flower":
-            r = self.num_steps
-            lr *= (1 - o.beta2 ** (r + 1)) ** 0.5 / (1 - o.beta1 ** (r + 1))
         stepped = dict(average)
         for name in trainable:
             delta = average[name] - current[name]
             if name not in self.m:
                 self.m[name] = torch.zeros_like(delta)
-                v_0 = o.tau * o.tau if o.form == "paper" else 0.0
-                self.v[name] = torch.full_like(delta, v_0)
+                self.v[name] = torch.full_like(delta, o.tau * o.tau)
             self.m[name] = o.beta1 * self.m[name] + (1 - o.beta1) * delta
             self.v[name] = o.beta2 * self.v[name] + (1 - o.beta2) * delta.square()
-            stepped[name] = current[name] + lr * self.m[name] / (self.v[name].sqrt() + o.tau)
+            stepped[name] = current[name] + o.lr * self.m[name] / (self.v[name].sqrt() + o.tau)
         return stepped
 
     def state(self) -> Arrays:
-        """Both moments by parameter name, and the number of steps taken."""
-        moments = {f"m.{k}": t for k, t in self.m.items()} | {
-            f"v.{k}": t for k, t in self.v.items()
-        }
-        return moments | {self.counter: torch.tensor(self.num_steps)}
+        """Both moments, by parameter name."""
+        return {f"m.{k}": t for k, t in self.m.items()} | {f"v.{k}": t for k, t in self.v.items()}
 
     def load(self, state: Arrays) -> None:
         """Restore these moments."""
-        self.num_steps = int(state[self.counter])
         self.m = {k[2:]: t for k, t in state.items() if k.startswith("m.")}
         self.v = {k[2:]: t for k, t in state.items() if k.startswith("v.")}
 

@@ -113,7 +113,7 @@ DECAYS = {"lr_decay": 0.5, "lr_decay_epoch": 0.7}
 
 def extra_for(server, client):
     """All that this client is sent alongside the model."""
-    return server.extra() | server.own_extra(client)
+    return server.extra() | server.own_extra.get(client, {})
 
 
 def random(*shape, seed, scale=1.0):

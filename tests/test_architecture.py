@@ -28,7 +28,7 @@ LAYERS = (
     ("keel",),
 )
 LAYER_OF = {package: n for n, packages in enumerate(LAYERS) for package in packages}
-WITH_TORCH = {"protocol.exact_sum", "protocol.messages", "protocol.packing"}
+WITH_TORCH = {"protocol.messages", "protocol.packing"}
 
 # What Keel uses of Flower; all else is in flower_adapter.
 FLOWER = {

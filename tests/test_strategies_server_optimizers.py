@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
-from flwr.serverapp.strategy import FedAdam, FedAvgM
+from flwr.serverapp.strategy import FedAvgM
 from run_fixtures import FACTS, answer, random_arrays, same_bits, sent
 from torch import Tensor, nn
 
@@ -25,8 +25,8 @@ def fedavgm(lr=1.0, beta=0.4):
     return FedAvgMStep(FedAvgMOptions(lr=lr, beta=beta))
 
 
-def fedadam(lr=0.01, beta1=0.9, beta2=0.99, tau=0.001, form="paper"):
-    return FedAdamStep(FedAdamOptions(lr=lr, beta1=beta1, beta2=beta2, tau=tau, form=form))
+def fedadam(lr=0.01, beta1=0.9, beta2=0.99, tau=0.001):
+    return FedAdamStep(FedAdamOptions(lr=lr, beta1=beta1, beta2=beta2, tau=tau))
 
 
 def averages(num_rounds):
@@ -49,13 +49,11 @@ def fedavgm_by_hand(w, average, v, lr, beta):
     return w + lr * v, v
 
 
-def fedadam_by_hand(w, average, m, v, server_round, lr, beta1, beta2, tau, form):
+def fedadam_by_hand(w, average, m, v, lr, beta1, beta2, tau):
     """One entry of m <- b1 m + (1-b1) D; v <- b2 v + (1-b2) D^2; w <- w + lr m / (sqrt v + tau)."""
     delta = average - w
     m = beta1 * m + (1 - beta1) * delta
     v = beta2 * v + (1 - beta2) * delta * delta
-    if form == "flower":
-        lr *= math.sqrt(1 - beta2 ** (server_round + 1)) / (1 - beta1 ** (server_round + 1))
     return w + lr * m / (math.sqrt(v) + tau), m, v
 
 
@@ -75,20 +73,17 @@ def test_fedavgm_equals_its_equations_by_hand_over_five_rounds(lr, beta):
                 assert_close(model[name], {at: w})
 
 
-@pytest.mark.parametrize("form", ["paper", "flower"])
 @pytest.mark.parametrize(
     ("lr", "beta1", "beta2", "tau"), [(0.01, 0.9, 0.99, 0.001), (0.1, 0.5, 0.7, 0.3)]
 )
-def test_fedadam_equals_its_equations_by_hand_over_five_rounds(form, lr, beta1, beta2, tau):
-    models = stepped(fedadam(lr, beta1, beta2, tau, form))
+def test_fedadam_equals_its_equations_by_hand_over_five_rounds(lr, beta1, beta2, tau):
+    models = stepped(fedadam(lr, beta1, beta2, tau))
     for name, shape in shapes.items():
         for at in np.ndindex(shape):
-            w, m = float(random_arrays(shapes, seed=1)[name][at]), 0.0
-            v = tau * tau if form == "paper" else 0.0
-            rounds = zip(averages(5), models, strict=True)
-            for r, (average, model) in enumerate(rounds, start=1):
+            w, m, v = float(random_arrays(shapes, seed=1)[name][at]), 0.0, tau * tau
+            for average, model in zip(averages(5), models, strict=True):
                 a = float(average[name][at])
-                w, m, v = fedadam_by_hand(w, a, m, v, r, lr, beta1, beta2, tau, form)
+                w, m, v = fedadam_by_hand(w, a, m, v, lr, beta1, beta2, tau)
                 assert_close(model[name], {at: w})
 
 
@@ -127,11 +122,11 @@ def test_fedavgm_under_a_constant_difference_grows_to_its_geometric_sum():
         assert (w - before).tolist() == pytest.approx([expected] * 3, rel=1e-12)
 
 
-@pytest.mark.parametrize(("form", "size"), [("paper", 0.00414822), ("flower", 0.00371230)])
-def test_fedadams_first_step_has_the_size_on_paper(form, size):
+def test_fedadams_first_step_has_the_size_on_paper():
     w = torch.tensor([0.5, -2.0], dtype=torch.float64)
     delta = torch.tensor([0.01, -0.01], dtype=torch.float64)
-    moved = fedadam(form=form).step({"w": w}, {"w": w + delta}, ["w"])["w"] - w
+    size = 0.00414822
+    moved = fedadam().step({"w": w}, {"w": w + delta}, ["w"])["w"] - w
     assert moved.tolist() == pytest.approx([size, -size], abs=5e-9)
 
 
@@ -166,15 +161,13 @@ def test_fedavg_is_the_average_itself_bit_for_bit():
 # --- Flower's own strategies as a second opinion ---------------------------------------------
 
 
-def by_flower(strategy, num_rounds=5):
-    """The models after each round of Flower's strategy, from the same start and averages."""
+@pytest.mark.usefixtures("task_identity")
+def test_flowers_own_fedavgm_takes_the_same_steps():
+    strategy = FedAvgM(server_learning_rate=0.7, server_momentum=0.9)
     model = random_arrays(shapes, seed=1)
-    record = ArrayRecord({k: Array(v.numpy()) for k, v in model.items()})
-    strategy.current_arrays = record
-    if isinstance(strategy, FedAdam):
-        strategy.current_arrays = {k: v.numpy() for k, v in record.items()}
-    models = []
-    for server_round, average in enumerate(averages(num_rounds), start=1):
+    strategy.current_arrays = ArrayRecord({k: Array(v.numpy()) for k, v in model.items()})
+    models = stepped(fedavgm(lr=0.7, beta=0.9))
+    for number, (average, mine) in enumerate(zip(averages(5), models, strict=True), start=1):
         ask = sent([Message(RecordDict(), dst_node_id=1, message_type="train")])[0]
         content = RecordDict(
             {
@@ -182,32 +175,10 @@ def by_flower(strategy, num_rounds=5):
                 "metrics": MetricRecord({"num-examples": 3}),
             }
         )
-        arrays, _ = strategy.aggregate_train(server_round, [Message(content, reply_to=ask)])
-        if isinstance(strategy, FedAdam):
-            strategy.current_arrays = {k: v.numpy() for k, v in arrays.items()}
-        models.append({name: torch.from_numpy(a.numpy().copy()) for name, a in arrays.items()})
-    return models
-
-
-@pytest.mark.usefixtures("task_identity")
-@pytest.mark.parametrize(
-    ("ours", "flowers"),
-    [
-        (
-            lambda: fedadam(lr=0.05, form="flower"),
-            lambda: FedAdam(eta=0.05, beta_1=0.9, beta_2=0.99, tau=0.001),
-        ),
-        (
-            lambda: fedavgm(lr=0.7, beta=0.9),
-            lambda: FedAvgM(server_learning_rate=0.7, server_momentum=0.9),
-        ),
-    ],
-    ids=["fedadam", "fedavgm"],
-)
-def test_flowers_own_strategy_takes_the_same_steps(ours, flowers):
-    for mine, theirs in zip(stepped(ours()), by_flower(flowers()), strict=True):
+        theirs, _ = strategy.aggregate_train(number, [Message(content, reply_to=ask)])
         for name in shapes:
-            torch.testing.assert_close(mine[name], theirs[name], rtol=1e-6, atol=1e-7)
+            expected = torch.from_numpy(theirs[name].numpy().copy())
+            torch.testing.assert_close(mine[name], expected, rtol=1e-6, atol=1e-7)
 
 
 # --- state -----------------------------------------------------------------------------------
@@ -216,7 +187,6 @@ steps = {
     "fedavgm": lambda: fedavgm(beta=0.9),
     "fedavgm, beta 0": lambda: fedavgm(beta=0.0),
     "fedadam": fedadam,
-    "fedadam, flower": lambda: fedadam(form="flower"),
     "fedacg": lambda: server_step_of(resolve_config({"server-optimizer": "fedacg"})),
 }
 

@@ -194,6 +194,7 @@ def traffic(name: str) -> float:
     """Bytes of the arrays sent and received in a round, relative to FedAvg's, on cnn-fedintr."""
     from client_app.methods import method_of
     from models import build_model
+    from protocol.messages import RosterEntry, TrainReply
     from strategies import strategy_for
 
     config = resolve_config({"method": name, "model": "cnn-fedintr"})
@@ -207,7 +208,13 @@ def traffic(name: str) -> float:
     own = build(**dataclasses.asdict(method_of(config).model_parts()))
     strategy = strategy_for(config, own)
     model = strategy.initial_arrays(own)
-    exchanged = (model, strategy.extra_like(), strategy.expected(model), strategy.expected_extra())
+    # FedPAC sends nothing alongside the model in round 1, so let one client take part in it
+    strategy.roster = {2: RosterEntry("a", [1] * 10, [], [], "cnn-fedintr", 0, "", 0)}
+    strategy.current = strategy.sent = model
+    expected = strategy.expected(model)
+    beside = {name: array * 0 + 1 for name, array in strategy.expected_extra().items()}
+    strategy.next_arrays(model, [TrainReply("a", 1, expected, beside, {"num-examples": 10.0})])
+    exchanged = (model, strategy.extra(), strategy.own_extra.get("a", {}), expected, beside)
     return round(sum(map(size_bytes, exchanged)) / (2 * size_bytes(build().state_dict())), 4)
 
 

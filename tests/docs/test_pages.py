@@ -17,7 +17,7 @@ from keel.deployment import credentials
 from protocol import discrete_gaussian, messages, privacy
 from protocol.config import default_config
 from server_app import record, sites
-from strategies import average, validation
+from strategies import validation
 
 repository = Path(__file__).parents[2]
 docs = repository / "docs"
@@ -144,7 +144,6 @@ bounds = {
         ("| metrics | {}, with names of 1 to 64", messages.MAX_METRICS),
         ("records at most {} loss terms", record.MAX_LOSS_TERMS),
         ("at most 10^{} a class", math.log10(messages.MAX_COUNT)),
-        ("samples above {} times the median (*outlier*)", validation.OUTLIER),
         ("also {} times the cohort's median norm", validation.EXTRA_FACTOR),
         ("| roster entry | 2^{} characters", log2(messages.MAX_ROSTER_CHARACTERS)),
         ("device {} characters each", messages.MAX_TEXT),
@@ -159,7 +158,6 @@ bounds = {
     ],
     "concepts/architecture.md": [
         ("again if it returns within {} seconds", sites.RETURN_S),
-        ("more than {} MiB", average.STREAM_BYTES / MIB),
     ],
     "how-to/deployment.md": [("will expire within {} days", credentials.min_validity.days)],
 }

@@ -442,9 +442,8 @@ def test_options_that_make_no_sense_are_one_line_before_anything_is_trained(give
         ({"norm-bound-value": 1.0}, ["norm-bound-value has no effect: norm-bound is off"]),
         ({"norm-bound": "median", "norm-bound-value": 1.0}, []),
         (
-            {"aggregation": "krum", "num-malicious": 0, "num-selected": 1, "trim-fraction": 0.4},
+            {"aggregation": "krum", "num-malicious": 0, "trim-fraction": 0.4},
             [
-                "num-selected has no effect: aggregation is krum",
                 "trim-fraction has no effect: aggregation is krum",
             ],
         ),

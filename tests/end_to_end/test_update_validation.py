@@ -1,10 +1,10 @@
 """Update validation in whole runs: a bad update costs its client that round, and nobody else."""
 
-import logging
 import math
+from dataclasses import replace
 
 import pytest
-from bad_updates import BAD_CLIENT, BAD_NODE, KINDS, FaultyGrid, run_with
+import torch
 from flwr.app import Message, MessageType
 from run_fixtures import (
     SMALL,
@@ -16,13 +16,13 @@ from run_fixtures import (
     without_pictures,
 )
 
-from protocol.messages import TrainReply, read_reply, reply_content
-from server_app.federation import run_federation
-from server_app.inline import InlineGrid, run_inline, simulated_nodes
+import client_app.handlers
+from protocol.messages import read_reply, reply_content, tensors
+from server_app.inline import run_inline
 
-rounds, bad_round = 4, 3
-keys = SMALL | {"data-fraction": 0.4, "num-rounds": rounds, "batch-size": 16}
-others = ["client-0000", "client-0002", "client-0003"]
+NUM_CLIENTS, BAD, BAD_CLIENT, BAD_ROUND = 4, 1, "client-0001", 2
+OTHERS = ["client-0000", "client-0002", "client-0003"]
+KEYS = SMALL | {"data-fraction": 0.4, "num-rounds": 3, "batch-size": 32, "norm-bound": "median"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,99 +31,102 @@ def no_pictures():
         yield
 
 
-@pytest.fixture(scope="module")
-def without_it(tmp_path_factory):
-    """The run in which the client does not answer at all in that round."""
-    output = {"output-dir": str(tmp_path_factory.mktemp("without"))}
-    return run_with("no reply", [bad_round], keys | output)
+def first(arrays, change):
+    """The arrays, one of them changed."""
+    name = min(arrays)
+    return arrays | {name: change(arrays[name])}
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "no reply"])
-def test_a_bad_update_is_left_out_and_named_and_the_run_is_as_without_it(
-    kind, without_it, tmp_path, caplog
-):
-    with caplog.at_level(logging.WARNING, logger="keel.server"):
-        folder = run_with(kind, [bad_round], keys | {"output-dir": str(tmp_path)})
-    assert summary_of(folder)["status"] == "finished"
-    history = history_of(folder)
-    left_out = [line["left_out"] for line in history]
-    assert [list(each) for each in left_out] == [
-        [BAD_CLIENT] if number == bad_round else [] for number in range(1, rounds + 1)
-    ]
-    reason = left_out[bad_round - 1][BAD_CLIENT]
-    assert KINDS[kind].reason in reason
-    assert history[bad_round - 1]["participants"] == others
-    line, *more = caplog.messages
-    assert line == f"round {bad_round}: left out client {BAD_CLIENT}: {reason}"
-    is_late = kind == "late"
-    assert [m["rejected"] for m in history][bad_round - 1] == summary_of(folder)["rejected"]
-    assert summary_of(folder)["rejected"] == (0 if is_late else 1)
-    too_late = f"client {BAD_CLIENT}'s reply to round {bad_round} came too late and is not used"
-    assert more == ([too_late] if is_late else [])
-    late = [row["late"] for row in history_of(folder) if row["late"]]
-    assert late == ([[f"client {BAD_CLIENT}'s reply to round {bad_round}"]] if is_late else [])
-    assert accuracy_of(without_it) > 0.5  # it has learnt something that could be lost
-    assert accuracy_of(folder) == accuracy_of(without_it)
+def change_arrays(change):
+    """A spoiler that changes one array of the model."""
+    return lambda reply, sent: replace(reply, arrays=first(reply.arrays, change))
+
+
+def thousandfold(reply, sent):
+    """The update is a thousand times as long."""
+    arrays = {name: sent[name] + 1000 * (a - sent[name]) for name, a in reply.arrays.items()}
+    return replace(reply, arrays=arrays)
+
+
+def miscounted(reply, sent):
+    """It says that it trained on ten times its samples."""
+    count = {"num-examples": 10 * reply.metrics["num-examples"]}
+    return replace(reply, metrics=reply.metrics | count)
+
+
+KINDS = {
+    "NaN": change_arrays(lambda a: a * math.nan),
+    "enormous": change_arrays(lambda a: torch.full_like(a, 3e38)),
+    "wrong shape": change_arrays(lambda a: a[None]),
+    "wrong dtype": change_arrays(torch.Tensor.double),
+    "unknown array": lambda r, sent: replace(r, arrays=r.arrays | {"more": torch.ones(3)}),
+    "too large": lambda r, sent: replace(r, extra={"more": torch.zeros(2**19)}),
+    "norm x 1000": thousandfold,
+    "wrong count": miscounted,
+    "replay": lambda r, sent: replace(r, round=1),
+}
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """run(spoil, rounds, keys...) -> the directory of a run in which a client's reply is spoilt."""
+
+    def made(spoil, rounds=(BAD_ROUND,), **keys):
+        def spoilt(message, context):
+            number = message.content.config_records["round"]["round"]
+            if context.node_config["partition-id"] != BAD or number not in rounds:
+                return train(message, context)
+            if spoil is None:
+                raise ValueError("no power")
+            content = train(message, context)
+            good = read_reply(Message(content, dst_node_id=1, message_type=MessageType.TRAIN))
+            return reply_content(spoil(good, tensors(message.content.array_records["arrays"])))
+
+        own = {name.replace("_", "-"): value for name, value in keys.items()}
+        with monkeypatch.context() as patch:
+            patch.setitem(client_app.handlers.handlers, "train", spoilt)
+            return run_inline(KEYS | {"output-dir": str(tmp_path)} | own, NUM_CLIENTS)
+
+    train = client_app.handlers.handlers["train"]
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bad_update_is_left_out_and_the_run_is_as_without_it(kind, run):
+    folder, without_it = run(KINDS[kind]), run(None)
+    for found, num_rejected in ((folder, 1), (without_it, 0)):
+        left_out = [list(line["left_out"]) for line in history_of(found)]
+        assert left_out == [[BAD_CLIENT] if n == BAD_ROUND else [] for n in (1, 2, 3)]
+        assert history_of(found)[BAD_ROUND - 1]["participants"] == OTHERS
+        assert summary_of(found)["rejected"] == num_rejected
+    assert accuracy_of(without_it) > 0.3  # it has learnt something that could be lost
     assert same_bits(final_model(folder), final_model(without_it))
 
 
-def test_without_a_bound_a_long_update_is_taken_and_spoils_the_model(without_it, tmp_path):
-    """Or the bound would not be what refuses it."""
-    grid = FaultyGrid("norm x 1000", [bad_round])
-    try:
-        folder = run_federation(grid, keys | {"output-dir": str(tmp_path)}).path
-    except RuntimeError:
-        return  # the model is not even finite any more
-    assert history_of(folder)[bad_round - 1]["left_out"] == {}
-    assert accuracy_of(folder) < accuracy_of(without_it) - 0.1
-
-
-def test_a_reply_that_comes_twice_counts_once(tmp_path):
-    class Twice(InlineGrid):
-        def pull_messages(self, message_ids):
-            return [r for reply in super().pull_messages(message_ids) for r in (reply, reply)]
-
-    short = keys | {"num-rounds": 1, "output-dir": str(tmp_path)}
-    folder = run_federation(Twice(_app(), simulated_nodes(4)), short).path
-    once = run_inline(short, 4)
-    assert same_bits(final_model(folder), final_model(once))
-    assert [line["rejected"] for line in history_of(folder)] == [0]
-
-
-def _app():
-    import client_app.app
-
-    return client_app.app.app
-
-
 @pytest.mark.parametrize("method", ["scaffold", "fedproc", "fedpac", "fedcr"])
-def test_what_travels_beside_the_model_is_held_to_the_same(method, tmp_path):
-    class Spoilt(InlineGrid):
-        def answer(self, message: Message) -> Message:
-            reply = super().answer(message)
-            about = message.metadata
-            if (about.dst_node_id, about.message_type) != (BAD_NODE, MessageType.TRAIN):
-                return reply
-            good = read_reply(reply)
-            name = min(good.extra)
-            extra = good.extra | {name: good.extra[name] * math.nan}
-            arrays = good.arrays
-            bad = TrainReply(good.client, good.round, arrays, extra, good.metrics)
-            return Message(reply_content(bad), reply_to=message)
+@pytest.mark.parametrize("value", [math.nan, 3e38])
+def test_what_travels_beside_the_model_is_held_to_the_same(method, value, run):
+    def spoil(reply, sent):
+        return replace(reply, extra=first(reply.extra, lambda a: torch.full_like(a, value)))
 
-    few = {"method": method, "num-rounds": 2, "local-test-fraction": 0.2, "batch-size": 64}
-    given = keys | few | {"output-dir": str(tmp_path)}
-    folder = run_federation(Spoilt(_app(), simulated_nodes(4)), given).path
-    for line in history_of(folder):
-        assert line["participants"] == others
-        assert "values that are not finite" in line["left_out"][BAD_CLIENT]
+    folder = run(spoil, method=method, local_test_fraction=0.2)
+    first_, second, third = history_of(folder)
+    assert list(second["left_out"]) == [BAD_CLIENT]
+    assert len(first_["participants"]) == len(third["participants"]) == NUM_CLIENTS
     assert all(array.isfinite().all() for array in final_model(folder).values())
 
 
-@pytest.mark.parametrize("method", ["fedreco", "fedrep", "local"])
-def test_a_bound_serves_every_strategy(method, tmp_path):
-    given = {"method": method, "norm-bound": "median", "norm-bound-value": 50.0, "num-rounds": 2}
-    own = {"batch-size": 64, "local-test-fraction": 0.2, "output-dir": str(tmp_path)}
-    history = history_of(run_inline(keys | given | own, 4))
-    assert [line["rejected"] for line in history] == [0, 0]
-    assert all(len(line["participants"]) == 4 for line in history)
+def test_a_control_variate_of_a_hundred_times_the_median_is_rejected(run):
+    def spoil(reply, sent):
+        return replace(reply, extra={name: 100 * a for name, a in reply.extra.items()})
+
+    folder = run(spoil, method="scaffold", norm_bound_value=1e6)
+    assert list(history_of(folder)[BAD_ROUND - 1]["left_out"]) == [BAD_CLIENT]
+
+
+def test_an_accuracy_of_a_model_that_the_method_does_not_have_counts_for_nothing(run):
+    def spoil(reply, sent):
+        return replace(reply, metrics=reply.metrics | {"personal-accuracy": 1.0})
+
+    folder = run(spoil, rounds=range(1, 4))
+    assert not [n for n in summary_of(folder)["results"] if n.startswith("personal")]

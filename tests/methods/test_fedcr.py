@@ -1,6 +1,7 @@
 """FedCR, both halves: sampled loss, divergence and products of Gaussians in loops."""
 
 import dataclasses
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -211,21 +212,22 @@ def test_fedcrs_server_moves_the_gaussians_of_reported_classes():
 
 
 @pytest.mark.parametrize(
-    ("seen", "scale", "reason"),
+    ("seen", "scale", "named"),
     [
         ((1, 0, 1), 1.0, ""),
         ((1, 0, 0), 1.0, ""),
-        ((1, 1, 0), 1.0, "array 'seen' has a class without samples"),
-        ((1, 0, 0.5), 1.0, "array 'seen' has values other than 0 and 1"),
+        ((1, 1, 0), 1.0, "'seen'"),
+        ((1, 0, 0.5), 1.0, "'seen'"),
         ((1, 0, 1), 2e-12, ""),
-        ((1, 0, 1), 5e-13, "array 'S' holds 5e-13: expected at least 1e-12"),
-        ((1, 0, 1), -1.0, "array 'S' holds -1: expected at least 1e-12"),
+        ((1, 0, 1), 5e-13, "'S'"),
+        ((1, 0, 1), -1.0, "'S'"),
     ],
 )
-def test_the_server_rejects_gaussians_that_no_client_can_have(seen, scale, reason):
+def test_the_server_rejects_gaussians_that_no_client_can_have(seen, scale, named):
     """An epoch cut short may miss a class, and shows none that the client does not have."""
     config = cr()
     server = FedCRServer(config, build_network(config, SHAPE, NUM_CLASSES))
     server.roster = {1: RosterEntry("a", [4, 0, 2], [], [1, 28, 28], "cnn", 256, "", 0)}
     extra = {"M": server.m, "S": server.s * scale, "seen": torch.tensor(seen, dtype=torch.float)}
-    assert server.extra_reason(TrainReply("a", 1, {}, extra, {})) == reason
+    with pytest.raises(ValueError, match=named) if named else nullcontext():
+        server.checked_extra(TrainReply("a", 1, {}, extra, {}))

@@ -254,7 +254,8 @@ def test_fedpacs_server_mixes_each_clients_head_and_weighs_means_by_class_counts
         pac_reply("c", 3, [0.0, 0, 9]),
     ]
     assert replies[0].extra.keys() == server.expected_extra().keys()
-    following = server.next_arrays(body_part(initial(pac())), replies)
+    server.current = server.sent = body_part(initial(pac()))
+    following = server.next_arrays(server.current, replies)
     shares = [10 / 23, 4 / 23, 9 / 23]
     for name, array in following.items():
         mean = sum(p * r.arrays[name].double() for p, r in zip(shares, replies, strict=True))

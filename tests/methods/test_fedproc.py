@@ -58,7 +58,8 @@ def test_the_servers_prototypes_are_means_over_all_samples_of_a_class():
         [proc_reply("a", 1, [4.0, 0, 2]), proc_reply("b", 2, [1.0, 0, 5])],
     )
     assert replies[0].extra.keys() == server.expected_extra().keys()
-    following = server.next_arrays(initial(make_config(method="fedproc")), replies)
+    server.current = server.sent = initial(make_config(method="fedproc"))
+    following = server.next_arrays(server.current, replies)
     for name, array in following.items():  # both have six samples
         torch.testing.assert_close(array, (replies[0].arrays[name] + replies[1].arrays[name]) / 2)
     found = server.extra()["prototypes"]
@@ -66,7 +67,8 @@ def test_the_servers_prototypes_are_means_over_all_samples_of_a_class():
     torch.testing.assert_close(found[0], (a[0] + b[0]) / 5)
     torch.testing.assert_close(found[2], (a[2] + b[2]) / 7)
     assert (found[1] == 0).all()
-    torch.testing.assert_close(server.beside_model(replies[0])["means"][0], a[0] / 4)
+    server.roster = {1: SimpleNamespace(client="a", label_counts=[4, 0, 2])}
+    torch.testing.assert_close(server.checked_extra(replies[0])["means"][0], a[0] / 4)
     other = fedproc_server()
     other.load(server.state())
     assert_same_bits(other.extra(), server.extra())
@@ -75,10 +77,11 @@ def test_the_servers_prototypes_are_means_over_all_samples_of_a_class():
 def test_the_server_rejects_counts_that_are_not_the_rosters():
     server = fedproc_server()
     server.roster = {1: SimpleNamespace(client="a", label_counts=[4, 0, 2])}
-    assert server.extra_reason(proc_reply("a", 1, [4.0, 0, 2])) == ""
-    assert "array 'counts' is not [4, 0, 2]" in server.extra_reason(proc_reply("a", 1, [4.0, 1, 2]))
+    server.checked_extra(proc_reply("a", 1, [4.0, 0, 2]))
+    with pytest.raises(ValueError, match="'counts'"):
+        server.checked_extra(proc_reply("a", 1, [4.0, 1, 2]))
     server.roster[1].label_counts[0] = 2**24 + 1  # float32 has no such number
-    assert server.extra_reason(proc_reply("a", 1, [2.0**24 + 1, 0, 2])) == ""
+    server.checked_extra(proc_reply("a", 1, [2.0**24 + 1, 0, 2]))
 
 
 def test_the_server_rejects_sums_of_classes_without_samples():
@@ -86,4 +89,5 @@ def test_the_server_rejects_sums_of_classes_without_samples():
     server, reply = fedproc_server(), proc_reply("a", 1, [4.0, 0, 2])
     server.roster = {1: SimpleNamespace(client="a", label_counts=[4, 0, 2])}
     reply.extra["sums"][1, 7] = 1e-3
-    assert server.extra_reason(reply) == "array 'sums' is not 0 for a class without samples"
+    with pytest.raises(ValueError, match="'sums'"):
+        server.checked_extra(reply)

@@ -104,6 +104,7 @@ def test_only_bodies_travel_and_the_servers_step_takes_them():
         TrainReply(str(k), 1, {n: a + k for n, a in body.items()}, {}, {"num-examples": 1})
         for k in (1, 3)
     ]
+    server.current = server.sent = body
     first = server.next_arrays(body, replies)
     assert_close(first, {n: a + 2 for n, a in body.items()}, rtol=0, atol=1e-5)
     assert server.server_optimizer.state().keys() == body.keys()

@@ -62,6 +62,6 @@ def test_the_generated_pages_have_their_content(site: Path) -> None:
         ("methods", "fedcka.mu"),
         ("commands", "keel resume"),
         ("method-api", "without which a client cannot take part again"),  # is_stateful
-        ("method-api", "large updates can be summed"),  # needs_only_average
+        ("method-api", "reads the arrays of single replies"),  # needs_updates
     ):
         assert word in (site / "reference" / f"{page}.html").read_text()

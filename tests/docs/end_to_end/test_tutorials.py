@@ -22,9 +22,6 @@ written = {"gentle-pull": [], "damped-pull": ["--server-half"]}  # words of `kee
 # pictures of runs take longer than the runs
 CONFTEST = """
 import server_app.report
-import strategies.average
-
-strategies.average.STREAM_BYTES = 1  # every round is a large one
 
 for picture in ("plot_accuracy", "plot_label_distribution"):
     setattr(server_app.report, picture, lambda *what: None)
