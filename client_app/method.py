@@ -47,9 +47,8 @@ class Update:
 class Method:
     """The client half of a method.
 
-    The attributes are capability flags. The server reads them without importing the file, so a
-    subclass sets them to literals, or lets them follow a boolean option with `when_option` and
-    `unless_option` of `protocol.options`.
+    The attributes are capability flags. A subclass sets them, or lets them follow a boolean option
+    with `when_option` and `unless_option` of `protocol.options`.
     """
 
     is_stateful: ClassVar[bool] = False

@@ -80,21 +80,6 @@ def test_an_installed_keel_reads_the_copy_of_pyproject_in_its_wheel(tmp_path, mo
     assert config.project_file() == tmp_path / "protocol" / "pyproject.toml"
 
 
-def test_a_mistake_in_pyproject_is_reported_with_the_file(tmp_path, monkeypatch):
-    (tmp_path / "pyproject.toml").write_text("[a]\nb = 1 2\n")
-    monkeypatch.setattr(config, "app_folder", tmp_path)
-    config._project.cache_clear()
-    try:
-        with pytest.raises(ValueError, match=r"/pyproject\.toml: .*line 2"):
-            config.keel_version()
-    finally:
-        config._project.cache_clear()
-
-
-def test_the_command_is_declared():
-    assert project["project"]["scripts"] == {"keel": "keel.__main__:main"}
-
-
 def test_the_minimum_python_is_the_same_everywhere():
     minimum = project["project"]["requires-python"].removeprefix(">=")
     assert project["tool"]["mypy"]["python_version"] == minimum
