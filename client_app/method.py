@@ -119,14 +119,6 @@ class Method:
     """For the table of methods: forward passes per step in addition to the local model's, without
     caching. Nothing depends on it."""
 
-    def check_roster(self, label_counts: Mapping[str, Sequence[int]]) -> str:
-        """A warning about the clients before round 1, one line; "" if there is none.
-
-        label_counts: training samples of each class of each client, by name. ValueError, one line,
-        naming the clients, where this method cannot train on their data.
-        """
-        return ""
-
     def warning(self, config: RunConfig, num_samples: Mapping[str, int]) -> str:
         """A known problem with this run's config, one line, logged before round 1; "" for none.
 

@@ -51,16 +51,14 @@ class Clients:
     """What a run has to know of all its clients together.
 
     are_simulated: their data are partitions of the run's source. sizes: by name the training
-    samples of simulated clients, {} of sites. label_counts: by name the training samples of each
-    class, where they are not withheld. architectures: by name. shown: the clients that files and
-    pictures list, the first thousand of very many. split: a digest.
+    samples of simulated clients, {} of sites. architectures: by name. shown: the clients that files
+    and pictures list, the first thousand of very many. split: a digest.
     """
 
     num: int
     num_train: int
     are_simulated: bool
     sizes: Mapping[str, int]
-    label_counts: Mapping[str, Sequence[int]]
     architectures: Mapping[str, str]
     shown: Sequence[RosterEntry]
     split: str
@@ -75,7 +73,6 @@ def clients_of(config: RunConfig, roster: Mapping[int, RosterEntry]) -> Clients:
             num_train=roster.num_train,
             are_simulated=True,
             sizes=ByName(roster, lambda n: int(roster.sizes[n, 0])),
-            label_counts=roster.label_counts,
             architectures=ByName(roster, roster.architecture),
             shown=shown,
             split=roster.digest() if len(roster) > MAX_LISTED else split_digest(config, shown),
@@ -87,7 +84,6 @@ def clients_of(config: RunConfig, roster: Mapping[int, RosterEntry]) -> Clients:
         num_train=sum(entry.num_examples for entry in entries),
         are_simulated=are_simulated,
         sizes=partition_sizes(config, entries) if are_simulated else {},
-        label_counts=known_label_counts(entries),
         architectures={entry.client: entry.model for entry in entries},
         shown=entries,
         split=split_digest(config, entries),
@@ -110,17 +106,9 @@ def roster_warnings(config: RunConfig, clients: Clients) -> list[str]:
                 "Results may differ in the last bits"
             )
     warnings += count_warnings(config, entries)
-    method = method_of(config)
-    notes = (
-        method.check_roster(clients.label_counts),
-        method.warning(config, {entry.client: entry.num_examples for entry in entries}),
-    )
-    return warnings + [note for note in notes if note]
-
-
-def known_label_counts(entries: Sequence[RosterEntry]) -> dict[str, list[int]]:
-    """Client to its training samples of each class, of those that do not withhold them."""
-    return {entry.client: entry.label_counts for entry in entries if entry.label_counts}
+    num_samples = {entry.client: entry.num_examples for entry in entries}
+    note = method_of(config).warning(config, num_samples)
+    return [*warnings, note] if note else warnings
 
 
 def partition_sizes(config: RunConfig, entries: Sequence[RosterEntry]) -> dict[str, int]:
@@ -249,7 +237,6 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
         totals = [sum(counts) for counts in zip(*(e.label_counts for e in entries), strict=True)]
         if 0 in totals:
             raise class_without_samples(source, totals.index(0))
-    method.check_roster(known_label_counts(entries))
     if config.evaluated_clients != "none":
         for entry in entries:
             if not entry.num_test_examples:

@@ -6,7 +6,7 @@ Values over all clients are computed from arrays.
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from typing import TypeVar
 
 import flwr
@@ -81,30 +81,21 @@ class SimulatedRoster(Mapping[int, RosterEntry]):
         total = self.parts.sizes
         num_test = np.zeros_like(total)
         if self.config.data.local_test_fraction:
-            pairs, _, of_class = self._samples_of_classes()
-            owner = pairs // self.source.num_classes
-            num_test = np.bincount(owner, of_class, self.num_clients).astype(np.int64)
+            owners, of_class = self._test_samples_of_classes(self.config.data.local_test_fraction)
+            num_test = np.bincount(owners, of_class, self.num_clients).astype(np.int64)
         return np.stack([total - num_test, num_test], axis=1)
 
-    def _samples_of_classes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(key, samples, local test samples) of each class that a client has, [P] each.
+    def _test_samples_of_classes(self, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+        """(the client's number, local test samples) of each class that a client has, [P] each.
 
-        key: the client's number times C, plus the class. As many test samples as
-        `split_local_test` takes.
+        As many test samples as `split_local_test` takes.
         """
-        fraction = self.config.data.local_test_fraction
+        num_classes = self.source.num_classes
         labels = np.asarray(self.source.train.labels)[self.parts.indices]
         owners = np.repeat(np.arange(self.num_clients), self.parts.sizes)
-        pairs, counts = np.unique(owners * self.source.num_classes + labels, return_counts=True)
+        pairs, counts = np.unique(owners * num_classes + labels, return_counts=True)
         num_test = np.minimum(np.maximum(np.rint(fraction * counts), 1), counts - 1)
-        return pairs, counts, num_test if fraction else np.zeros_like(counts)
-
-    def _training_counts(self) -> np.ndarray:
-        """Each client's training samples of each class, [N, C]."""
-        pairs, counts, num_test = self._samples_of_classes()
-        found = np.zeros(self.num_clients * self.source.num_classes, dtype=np.int32)
-        found[pairs] = counts - num_test
-        return found.reshape(self.num_clients, -1)
+        return pairs // num_classes, num_test
 
     @property
     def num_train(self) -> int:
@@ -126,14 +117,6 @@ class SimulatedRoster(Mapping[int, RosterEntry]):
         """A digest of the split: every client's samples, and how local test parts are chosen."""
         parts = (array.astype("<i8") for array in (self.parts.ends, self.parts.indices))
         return digest(f"{self.config.data.local_test_fraction}".encode(), *parts)
-
-    @property
-    def label_counts(self) -> "ByName[list[int]]":
-        """Each client's training samples of each class, by name; empty if they are withheld."""
-        if self.config.privacy.withholds_metrics:
-            return ByName(self, lambda number: [])
-        counts = cache(self._training_counts)  # when the first is read: few methods read them
-        return ByName(self, lambda number: counts()[number].tolist())
 
 
 class ByName(Mapping[str, T]):

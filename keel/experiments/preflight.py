@@ -96,7 +96,6 @@ def check_model(config: RunConfig, num_clients: int, model: StagedModel) -> None
     strategy = strategy_for(config, model)
     strategy.roster = roster = SimulatedRoster(config, open_source(config), num_clients)
     check_simulated_roster(roster, config.evaluated_clients != "none")
-    method.check_roster(roster.label_counts)
     config.rounds.check_cohort(len(strategy.sample(1)))
 
 
