@@ -63,4 +63,5 @@ def test_a_stage_of_which_an_array_is_missing_ends_the_layers_that_are_covered()
 
 def test_values_that_are_not_finite_are_listed_and_not_averaged():
     each = {"a": 1.0, "b": math.inf, "c": None, "d": 3.0}
-    assert summary(each) == {"mean": 2.0, "variance": 1.0, "clients": each}
+    found = {"mean": 2.0, "variance": 1.0, "lowest": 1.0, "highest": 3.0}
+    assert summary(each) == found | {"clients": each}

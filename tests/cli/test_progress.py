@@ -11,6 +11,7 @@ import pytest
 from keel.cli.progress import RECORD, Terminal
 from protocol.config import resolve_config
 from server_app.observers import RunInfo
+from server_app.record import split
 from tests.tools.run_directories import line_of
 
 
@@ -121,7 +122,7 @@ def test_the_time_left_after_a_resume_counts_this_attempts_rounds_alone(monkeypa
     with Terminal(100) as terminal:
         terminal.begin(Path("run"), 90)
         now += 2.0
-        terminal.on_round(line_of(91, Random(0)))
+        terminal.on_round(split(line_of(91, Random(0)))[0])
     assert "18 s left" in capsys.readouterr().out  # 9 rounds of 2 s
 
 

@@ -35,7 +35,9 @@ def runs(tmp_path):
     for method in ("fedavg", "moon"):
         for seed in range(3):
             keys = {"method": method, "seed": seed, "lr": 0.1}
-            make_run(tmp_path / f"{method}-{seed}", keys, 10, num_written=4 + seed)
+            make_run(
+                tmp_path / f"{method}-{seed}", keys, 10, num_written=4 + seed, status="stopped"
+            )
     store = Store([tmp_path])
     return [(entry, store.history(entry)) for entry in store.runs().values()]
 
@@ -133,7 +135,7 @@ def test_bytes_and_seconds_add_up_over_rounds(runs):
 def test_the_table_has_one_row_a_group_and_the_keys_that_differ(runs):
     groups = grouped(runs)
     rows = {row[0]: row for row in result_rows(groups, View())}
-    assert rows["moon"][1:4] == ["3", "", "4–6"]
+    assert rows["moon"][1:4] == ["3", "stopped 3/3", "4–6"]
     assert {group.label for group in groups} == {"fedavg", "moon"}
     assert config_rows(groups) == [["method", *(group.label for group in groups)]]
 

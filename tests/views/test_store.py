@@ -46,7 +46,7 @@ def test_a_changed_file_is_read_again_and_an_unchanged_one_is_not(tmp_path):
 def test_data_that_sites_have_is_not_said_to_be_partitioned(tmp_path):
     for name in ("sites", "simulation"):
         run = make_run(tmp_path / name, {"method": "fedavg"}, 1)
-        content = {"simulated": name == "simulation", "files": {"model": "x"}}
+        content = {"layout": 2, "simulated": name == "simulation", "files": {"model": "x"}}
         (run / "manifest.json").write_text(json.dumps(content))
     splits = {entry.name: entry.split for entry in Store([tmp_path]).runs().values()}
     assert splits == {"sites": "by site", "simulation": "dirichlet 0.5"}

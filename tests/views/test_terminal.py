@@ -63,9 +63,8 @@ def test_the_view_follows_a_run_until_it_ends(tmp_path):
 
     def finish():
         wait_until(lambda: "round 1/3" in out.getvalue())
-        with (run / "history.jsonl").open("a") as file:
-            for number in (2, 3):
-                file.write(json.dumps(line_of(number, Random(0))) + "\n")
+        for number in (2, 3):
+            append_round(run, line_of(number, Random(0)))
         summary = json.loads((run / "summary.json").read_text())
         (run / "summary.json").write_text(json.dumps(summary | {"status": "finished"}))
         lock.close()
@@ -108,10 +107,10 @@ def test_no_damage_and_no_name_upsets_the_terminal(tmp_path):
 
 @pytest.mark.parametrize("width", [40, 80, 140])
 def test_a_narrow_terminal_shows_a_curve_up_to_its_last_round(tmp_path, width):
-    run = make_run(tmp_path / "a", {"method": "fedavg"}, 200)
-    lines = [line_of(n, Random(0)) | {"losses": {"supervised": 1.0}} for n in range(1, 200)]
-    lines.append(lines[-1] | {"round": 200, "losses": {"supervised": 9.0}})
-    (run / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = make_run(tmp_path / "a", {"method": "fedavg"}, 200, num_written=0)
+    for number in range(1, 201):
+        loss = 9.0 if number == 200 else 1.0
+        append_round(run, line_of(number, Random(0)) | {"losses": {"supervised": loss}})
     (curve,) = (line for line in shown(run, width=width).splitlines() if "▁▁" in line)
     assert "…" not in curve
     assert curve.split()[-2].endswith("▁█")
