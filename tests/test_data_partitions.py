@@ -20,6 +20,7 @@ from data.partitions import (
     partition_indices,
     shards_partition,
     split_local_test,
+    stratified_share,
 )
 
 seeds = st.integers(0, 2**63 - 1)
@@ -411,3 +412,13 @@ def test_a_split_that_leaves_out_or_repeats_samples_is_refused(split, monkeypatc
     monkeypatch.setitem(PARTITIONS, "own", (split, ()))
     with pytest.raises(ValueError, match=r"partition = 'own': .* 7 samples to exactly one of 3"):
         partition_indices("own", np.zeros(7, int), 3, seed=0)
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.25, 1.0])
+def test_a_stratified_share_has_its_part_of_each_class(fraction):
+    labels = np.random.default_rng(3).permutation(np.repeat([0, 1, 2, 7], [400, 200, 40, 1]))
+    share = stratified_share(labels, fraction, seed=5)
+    assert share.tolist() == sorted({*share.tolist()})
+    for label, size in ((0, 400), (1, 200), (2, 40), (7, 1)):
+        assert (labels[share] == label).sum() == max(1, round(fraction * size))
+    assert (stratified_share(labels, fraction, seed=5) == share).all()
