@@ -6,7 +6,6 @@ run.history          # a pandas DataFrame if pandas is installed, else a list of
 run.model().predict(images)
 """
 
-import re
 from collections.abc import Mapping
 from os import PathLike, fspath
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from keel.runs import SavedRun, find_run
 from protocol.code import is_installed
 from protocol.config import default_config, keel_version
-from protocol.options import OptionValue
+from protocol.options import CommandOptionError, OptionValue
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -171,9 +170,8 @@ def run(
         raise ValueError(f"ray = {ray!r}: expected a string, HOST:PORT of a Ray cluster")
     try:
         options = EngineOptions(Engine(engine), clients, **shares, ray=ray)
-    except ValueError as error:  # which names the options of the command line
-        names = re.sub(r"--([a-z-]+)", lambda match: match[1].replace("-", "_"), str(error))
-        raise ValueError(names) from None
+    except CommandOptionError as error:
+        raise ValueError(f"{error.name} {error.fault}") from None
     saved = execute(overrides, options, quiet)
     assert saved is not None
     return Run(saved.directory)

@@ -37,6 +37,17 @@ class ConfigError(ValueError):
         return self.message
 
 
+class CommandOptionError(ValueError):
+    """An option of a command that is refused. name: as in Python; fault: what follows it."""
+
+    def __init__(self, name: str, fault: str) -> None:
+        super().__init__(name, fault)
+        self.name, self.fault = name, fault
+
+    def __str__(self) -> str:
+        return f"--{self.name.replace('_', '-')} {self.fault}"
+
+
 @dataclass(frozen=True)
 class Constraint:
     """Which values an option accepts. choices: their names, where they have any."""

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from protocol.options import CommandOptionError
 from protocol.processes import num_shares
 from protocol.text import num_of
 
@@ -45,14 +46,12 @@ class WorkerOptions:
 
 
 def check_gpus(name: str, gpus: float) -> None:
-    """ValueError, which begins with `name`, unless Ray can give a worker this many GPUs.
-
-    gpus: a number >= 0.
-    """
+    """CommandOptionError unless Ray can give a worker this many GPUs, a number >= 0."""
     if (gpus > 1 and gpus != int(gpus)) or 0 < gpus < MIN_GPUS:
-        raise ValueError(
-            f"{name} {gpus:g}: expected a whole number or a fraction from {MIN_GPUS:g} to 1: Ray "
-            "gives a worker nothing else"
+        raise CommandOptionError(
+            name,
+            f"{gpus:g}: expected a whole number or a fraction from {MIN_GPUS:g} to 1: Ray gives a "
+            "worker nothing else",
         )
 
 

@@ -134,7 +134,7 @@ def flower_simulation(
 
 def num_fitting(nodes: list[Node], cpus: float, gpus: float) -> int:
     """How many workers with these CPUs and GPUs fit on the nodes; ValueError if none does."""
-    check_gpus("--gpus-per-client", gpus)
+    check_gpus("gpus_per_client", gpus)
     if num := sum(node.num_workers(cpus, gpus) for node in nodes):
         return num
     raise ValueError(

@@ -123,7 +123,7 @@ def run_command(
         raise ValueError("--ray is empty: expected HOST:PORT of a Ray cluster")
     if gpus_per_run is not None and not math.isfinite(gpus_per_run):
         raise ValueError(f"--gpus-per-run {gpus_per_run:g}: expected a finite number >= 0")
-    check_gpus("--gpus-per-run", gpus_per_run or 0)
+    check_gpus("gpus_per_run", gpus_per_run or 0)
     refuse_unknown("--scale", scale, list(SCALES))
     refuse_unknown("--grid", grid, ["full", "paper"])
     loaded = load_recipe(recipe)

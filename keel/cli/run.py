@@ -15,7 +15,7 @@ from keel.cli.overrides import check_simulated, checked_config, parse_overrides
 from keel.runs import FINISHED, SavedRun, all_runs, find_run, only_run
 from protocol.code import line_in_method
 from protocol.config import RunConfig
-from protocol.options import OptionValue
+from protocol.options import CommandOptionError, OptionValue
 from protocol.ray_nodes import check_gpus
 from server_app.run_reader import CONFIG_FILE, check_has_rounds_left, new_path
 
@@ -44,34 +44,36 @@ class EngineOptions:
     ray: str | None = None
 
     def __post_init__(self) -> None:
+        other_engine = f"needs the flower engine; this is the {self.engine} engine"
+        for name in ("cpus_per_client", "gpus_per_client", "ray"):
+            if getattr(self, name) is not None and self.engine is not Engine.flower:
+                raise CommandOptionError(name, other_engine)
         for name in ("cpus_per_client", "gpus_per_client"):
-            value, flag = getattr(self, name), f"--{name.replace('_', '-')}"
-            if value is not None and self.engine is not Engine.flower:
-                raise ValueError(f"{flag} needs --engine flower; this is --engine {self.engine}")
+            value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{flag} {value:g}: expected a finite number >= 0")
+                raise CommandOptionError(name, f"{value:g}: expected a finite number >= 0")
         cpus = self.cpus_per_client
         if cpus is not None and (cpus < 1 or cpus != int(cpus)):
-            raise ValueError(
-                f"--cpus-per-client {cpus:g}: expected a whole number >= 1, because Flower "
-                "does not divide a CPU"
+            raise CommandOptionError(
+                "cpus_per_client",
+                f"{cpus:g}: expected a whole number >= 1, because Flower does not divide a CPU",
             )
-        check_gpus("--gpus-per-client", self.gpus_per_client or 0)
+        check_gpus("gpus_per_client", self.gpus_per_client or 0)
         if self.ray == "":
-            raise ValueError("--ray is empty: expected HOST:PORT of a Ray cluster")
-        if self.ray and self.engine is not Engine.flower:
-            raise ValueError(f"--ray needs --engine flower; this is --engine {self.engine}")
+            raise CommandOptionError("ray", "is empty: expected HOST:PORT of a Ray cluster")
         if self.clients is not None and self.clients < 1:
-            raise ValueError(f"--clients {self.clients}: expected a number >= 1")
+            raise CommandOptionError("clients", f"{self.clients}: expected a number >= 1")
         if self.clients is not None and self.engine is Engine.deployment:
-            raise ValueError(
-                f"--clients {self.clients}: the clients of a deployment are not simulated; "
-                f"num-clients={self.clients} waits for {self.clients} connected clients"
+            raise CommandOptionError(
+                "clients",
+                f"{self.clients}: the clients of a deployment are not simulated; "
+                f"num-clients={self.clients} waits for {self.clients} connected clients",
             )
         if bool(self.federation) != (self.engine is Engine.deployment):
-            raise ValueError(
-                "--engine deployment and --federation go together; --federation is the name of a "
-                "connection in Flower's config.toml, or the HOST:PORT of a SuperLink"
+            raise CommandOptionError(
+                "federation",
+                "goes together with --engine deployment: it is the name of a connection in "
+                "Flower's config.toml, or the HOST:PORT of a SuperLink",
             )
 
 

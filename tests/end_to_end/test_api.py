@@ -250,9 +250,7 @@ def test_mistakes_raise_one_line(home):
         keel.run({"alpha": 1.0}, alpha=2.0)
     with pytest.raises(ValueError, match="engine = 'ray': expected inline or flower"):
         keel.run(engine="ray")
-    with pytest.raises(
-        ValueError, match=r"^gpus_per_client needs engine flower; this is engine in"
-    ):
+    with pytest.raises(ValueError, match=r"^gpus_per_client needs"):
         keel.run(gpus_per_client=0.5)
     with pytest.raises(ValueError, match=r"^cpus_per_client 0.5: expected a whole number"):
         keel.run(engine="flower", cpus_per_client=0.5)
