@@ -18,7 +18,7 @@ from client_app.method import Method, Update
 from client_app.precision import forward_in, losses_in_float32
 from client_app.round import RoundContext
 from client_app.samples import Duration, Step
-from client_app.trainer import Descent, fit
+from client_app.trainer import Descent, copy_of, fit
 from models import StagedModel
 from protocol.messages import Arrays
 from protocol.options import key_of, one_of, option
@@ -104,12 +104,11 @@ class LocalObjective(Method):
     def train(self, ctx: RoundContext) -> Update:
         """Local training as in FedAvg, from the received model, on this objective.
 
-        The client state is the trained local model where the objective `uses_previous`. The update
-        may share its memory with `ctx.model`, until that is loaded or trained again.
+        The client state is the trained local model where the objective `uses_previous`.
         """
         ctx.model.load_state_dict(ctx.received)
         descent = minimise(self, ctx)
-        arrays = ctx.model.hand_over()
+        arrays = copy_of(ctx.model)
         state = {"previous": arrays} if self.uses_previous else {}
         return Update(arrays, descent.num_steps, descent.terms, state=state)
 
@@ -155,7 +154,7 @@ def minimise(
     loss = ObjectiveLoss(objective, ctx, model)
     return fit(
         ctx,
-        model.weights,
+        list(model.parameters()),
         loss.inputs,
         loss,
         lr=train.lr,

@@ -27,7 +27,7 @@ def resolved(precision: str, model: StagedModel, device: torch.device) -> str:
     if device.type == "cpu" and cpu_has_bf16():
         layers = model.modules()
         has_bf16 = not any(isinstance(each, nn.Conv2d) and each.groups > 1 for each in layers)
-    num_parameters = sum(p.numel() for p in model.weights)
+    num_parameters = sum(p.numel() for p in model.parameters())
     return "bf16" if has_bf16 and num_parameters > auto_min_parameters else "fp32"
 
 

@@ -133,5 +133,5 @@ class RoundContext:
     def frozen(self, slot: str, arrays: Arrays) -> StagedModel:
         """`network(slot)` with these weights, in eval mode and without gradient."""
         model = self.network(slot)
-        model.borrow(arrays)
+        model.load_state_dict(arrays)
         return model.eval().requires_grad_(False)

@@ -17,7 +17,7 @@ from client_app.precision import forward_in, products
 from client_app.round import RoundContext
 from client_app.samples import BatchPlan, Duration, Step
 from client_app.sgd import SGD
-from models import StagedModel, own_memory
+from models import StagedModel
 from protocol.messages import Arrays
 
 MAX_TRACED = 100  # steps whose loss terms can be read one by one after training
@@ -109,7 +109,6 @@ def fit(
     step_offsets: one per parameter, added to it times the learning rate after each step.
     """
     train = ctx.config.train
-    own_memory(parameters)
     optimizer = SGD(
         parameters,
         momentum=train.momentum if momentum is None else momentum,

@@ -8,12 +8,9 @@ knows a method.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
-
-from models.fixed import FixedModule
 
 
 class Stage(nn.Module):
@@ -42,7 +39,7 @@ class Trunk:
     width: int  # of the classifier's input
 
 
-class StagedModel(FixedModule):
+class StagedModel(nn.Module):
     """Ordered named stages, pooling or flattening to features, and a classifier.
 
     `projection_heads` (FedIntR's q_k) are empty unless the model was built with them. They are part
@@ -63,6 +60,12 @@ class StagedModel(FixedModule):
         self.projection_heads = nn.ModuleDict()
         in_stages = [layer for stage in trunk.stages for layer in (f"{stage}:pre", stage)]
         self.layer_names = (*in_stages, "features", "logits")
+        self._extractors: dict[str, Extractor] = {}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters and buffers themselves, in the order and by the names of `state_dict`."""
+        return dict(self.state_dict(keep_vars=True))
 
     @property
     def stage_names(self) -> tuple[str, ...]:
@@ -123,14 +126,6 @@ class StagedModel(FixedModule):
             h = module(h)
         return _in_full(h)
 
-    @cached_property
-    def _extractors(self) -> dict[str, "Extractor"]:
-        return {}
-
-    def _forget(self) -> None:
-        super()._forget()
-        vars(self).pop("_extractors", None)
-
     def extractor(self, split: str) -> "Extractor":
         """The stages up to and including `split`, made once: `extract` as a module."""
         if split not in self._extractors:
@@ -174,7 +169,7 @@ def _in_full(x: Tensor) -> Tensor:
     return x.float() if x.dtype is torch.bfloat16 else x
 
 
-class Extractor(FixedModule):
+class Extractor(nn.Module):
     """The stages of a model up to `split`, as a module of their own that shares its weights."""
 
     def __init__(self, model: StagedModel, split: str) -> None:

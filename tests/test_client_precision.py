@@ -111,7 +111,7 @@ def test_auto_is_fp32_for_grouped_convolutions_on_a_cpu(name, device, expected, 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with undrawn():
         model = build_model(name, num_classes=10, channels=3, image_size=32)
-    assert sum(p.numel() for p in model.weights) > 10**6
+    assert sum(p.numel() for p in model.parameters()) > 10**6
     assert resolved("auto", model, torch.device(device)) == expected
 
 

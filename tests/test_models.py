@@ -408,7 +408,7 @@ def test_weights_with_gaps_in_their_memory_are_trained_as_torch_trains_them(monk
         build_model("cnn-fedreco", num_classes=10, channels=3, image_size=32, seed=0)
         for _ in range(2)
     )
-    own = SGD(ours.weights, momentum=0.9, weight_decay=0.01)
+    own = SGD(list(ours.parameters()), momentum=0.9, weight_decay=0.01)
     torchs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
     x = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     for _ in range(3):

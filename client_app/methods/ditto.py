@@ -70,7 +70,7 @@ class Ditto(LocalObjective):
 
         personal = fit(
             ctx,
-            v.weights,
+            list(v.parameters()),
             lambda step: (step.x, step.y),
             loss,
             lr=ctx.config.train.lr,

@@ -215,7 +215,12 @@ class FedCR(Method):
             }
 
         descent = fit(
-            ctx, model.weights, inputs, loss, lr=train.lr, duration=Duration(train.local_epochs)
+            ctx,
+            list(model.parameters()),
+            inputs,
+            loss,
+            lr=train.lr,
+            duration=Duration(train.local_epochs),
         )
         return Update(
             extractor_of(model),

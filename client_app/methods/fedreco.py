@@ -24,7 +24,7 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from client_app.feature_cache import cached
 from client_app.method import Method, Update
@@ -50,7 +50,7 @@ def consensus_gradient(extract_0: Extractor, x: Tensor, h: Tensor) -> Arrays:
 
     Zeros for a parameter that u_0 does not use.
     """
-    parameters = {n: t for n, t in extract_0.tensors.items() if isinstance(t, nn.Parameter)}
+    parameters = dict(extract_0.named_parameters())
     distance = representation_distance(h, extract_0(x))
     gradients = torch.autograd.grad(distance, list(parameters.values()), materialize_grads=True)
     return dict(zip(parameters, gradients, strict=True))
@@ -128,7 +128,7 @@ class FedReCo(Method):
         model.eval()  # eq. (7); v_i is fixed, its norm statistics included
         extractor = fit(
             ctx,
-            u_i.train().weights,
+            list(u_i.train().parameters()),
             lambda b: (b.x, b.y, h_0(b)),
             f_i_and_distance,
             self.eta_u,

@@ -23,7 +23,6 @@ from client_app.methods.scaffold import Scaffold, momentum_length
 from client_app.objective import LocalObjective
 from client_app.samples import Step
 from client_app.setup import build_network
-from models.fixed import FixedModule
 from protocol.messages import TrainReply
 from strategies.average import Average
 from strategies.scaffold import ScaffoldServer
@@ -31,7 +30,7 @@ from strategies.scaffold import ScaffoldServer
 # --- clients with one parameter and a quadratic loss ----------------------------------------------
 
 
-class Number(FixedModule):
+class Number(nn.Module):
     """A network that says theta, whatever it is shown."""
 
     def __init__(self):
