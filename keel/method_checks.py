@@ -8,56 +8,43 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
-from torch.nn.utils import get_total_norm as total_norm
 
-from client_app.handlers import check_released
-from client_app.method import Method, Update
+from client_app.method import Update
 from client_app.methods import method_class, method_of
-from client_app.objective import LocalObjective, ObjectiveLoss
-from client_app.process_cache import ProcessCache
-from client_app.round import RoundContext
-from client_app.samples import Pixels, Step
-from client_app.setup import dataset_spec_of, model_for, open_source
+from client_app.objective import LocalObjective
 from client_app.state import StateFolder
 from keel.class_checks import class_problems, function_problems
 from keel.cli.new_method import placeholders
+from keel.loss_checks import (
+    batch_order_is_irrelevant,
+    frozen_models_get_no_gradient,
+    gradient_is_correct,
+    loss_terms_are_scalars,
+)
+from keel.method_subject import (
+    CheckFailed,
+    NotApplicable,
+    Subject,
+    check_update,
+    num_classes,
+    require,
+)
 from models import StagedModel
 from protocol.catalogue import app_folder, method_stem
 from protocol.code import line_in_method
-from protocol.config import RunConfig, default_config, resolve_config
-from protocol.messages import Arrays, TrainRequest
+from protocol.config import default_config, resolve_config
+from protocol.messages import Arrays
 from protocol.models import MODELS
 from protocol.options import ConfigError, OptionValue, keys_of, parse_options
-from protocol.packing import DTYPES
 from server_app.inline import run_inline
 from server_app.load_model import stored_model
-from strategies import Average, server_half, strategy_for
-from strategies.sampling import name_of
-
-num_images, num_classes, image_size = 60, 3, 28
-Keys = dict[str, OptionValue]
-
-
-class CheckFailed(Exception):
-    """A check found something wrong; its text is the reason."""
-
-
-class NotApplicable(Exception):
-    """A check does not concern this method; its text says why."""
-
-
-def require(condition: bool, reason: str) -> None:
-    """CheckFailed with this reason unless the condition holds."""
-    if not condition:
-        raise CheckFailed(reason)
+from strategies import Average, server_half
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,118 +54,6 @@ class Result:
     outcome: str
     check: str
     reason: str = ""
-
-
-class Subject:
-    """The method under test, and small runs and rounds of it in a directory of its own."""
-
-    def __init__(self, name: str, directory: Path, model: str = "cnn-fedreco") -> None:
-        self.name, self.directory, self.model = name, directory, model
-        self.images = directory / "random.npz"
-        if self.images.exists():
-            return
-        rng = np.random.default_rng(0)
-        arrays: dict[str, np.ndarray] = {}
-        for split, num in (("train", num_images), ("test", 18)):
-            arrays[f"x_{split}"] = rng.integers(
-                0, 256, (num, image_size, image_size), dtype=np.uint8
-            )
-            arrays[f"y_{split}"] = np.arange(num) % num_classes
-        np.savez(self.images, **arrays)  # type: ignore[arg-type]  # numpy's stub
-
-    def keys(self, **keys: OptionValue) -> Keys:
-        """Overrides of a small run; underscores in the names stand for hyphens."""
-        fixed: Keys = {
-            "method": self.name,
-            "source": f"npz:{self.images}",
-            "model": self.model,
-            "partition": "iid",
-            "min-samples": 1,
-            "local-test-fraction": 0.2,
-            "batch-size": 8,
-            "lr": 0.05,
-            "device": "cpu",
-        }
-        return fixed | {name.replace("_", "-"): value for name, value in keys.items()}
-
-    def config(self, **keys: OptionValue) -> RunConfig:
-        """The config of a small run."""
-        return resolve_config(self.keys(**keys))
-
-    def run(self, num_clients: int = 2, **keys: OptionValue) -> Path:
-        """The directory of a finished run on the inline engine."""
-        overrides = self.keys(output_dir=str(self.directory), keep_state=True, **keys)
-        return run_inline(overrides, num_clients)
-
-    def round(
-        self,
-        config: RunConfig,
-        number: int,
-        state: dict[str, Arrays],
-        num_clients: int = 2,
-        client: int = 0,
-    ) -> RoundContext:
-        """Round `number` of this client, with what this method's server half sends in round 1.
-
-        From round 2 on the received weights differ from those of round 1.
-        """
-        source = open_source(config)
-        seed = None if number == 1 else number
-        strategy = strategy_for(config, model_for(config, source, seed=seed))
-        received = strategy.initial_arrays(model_for(config, source, seed=seed))
-        return ProcessCache().begin_round(
-            TrainRequest(config, dataset_spec_of(config, source), number, [number - 1], False, ""),
-            {"partition-id": client, "num-partitions": num_clients},
-            received=received,
-            extra=strategy.extra() | strategy.own_extra.get(name_of(client), {}),
-            state=state,
-            last_accepted_round=number - 1 if state else 0,
-        )
-
-    def trained(self, config: RunConfig, num_clients: int = 2) -> Update:
-        """The update of round 1."""
-        method = method_of(config)
-        ctx = self.round(config, 1, {}, num_clients)
-        update = method.train(ctx)
-        check_update(method, update)
-        check_released(method, update, ctx)
-        return update
-
-
-def check_update(method: Method, update: Any) -> None:
-    """CheckFailed unless local training returned an `Update` with fields of the right types."""
-    name = f"{type(method).__name__}.train"
-    require(
-        isinstance(update, Update), f"{name} returned {type(update).__name__}: expected an Update"
-    )
-    require(isinstance(update.state, Mapping), f"{name}: Update.state: expected a dict of dicts")
-    fields = {"arrays": update.arrays, "extra": update.extra}
-    fields |= {f"state[{group!r}]": arrays for group, arrays in update.state.items()}
-    for field, arrays in fields.items():
-        is_named = isinstance(arrays, Mapping) and all(isinstance(n, str) for n in arrays)
-        require(
-            is_named and all(isinstance(a, Tensor) and a.dtype in DTYPES for a in arrays.values()),
-            f"{name}: Update.{field}: expected a dict of tensors by name, as in "
-            '{"weight": tensor}, of types that client state and messages can have',
-        )
-    groups = [*update.state]
-    require(
-        all(isinstance(group, str) and "/" not in group for group in groups),
-        f"{name}: the groups of Update.state are {groups}: expected strings without '/'",
-    )
-    require(
-        isinstance(update.num_steps, int),
-        f"{name}: Update.num_steps is {update.num_steps!r}: expected an int",
-    )
-    require(
-        isinstance(update.terms, Mapping)
-        and all(isinstance(value, float) for value in update.terms.values()),
-        f"{name}: Update.terms is {update.terms!r}: expected a dict of floats",
-    )
-    require(
-        method.is_stateful == bool(update.state),
-        f"is_stateful = {method.is_stateful}, and {name} returns state {groups or 'none'}",
-    )
 
 
 def class_is_as_expected(subject: Subject) -> None:
@@ -215,126 +90,6 @@ def source_is_named(subject: Subject) -> None:
     require(not left, f"{', '.join(left)} in {inspect.getfile(cls)}: name the source there")
 
 
-@contextlib.contextmanager
-def in_float64() -> Iterator[None]:
-    """Networks built meanwhile have float64 weights."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(default)
-
-
-class Float64Pixels(Pixels):
-    """Normalised images in float64."""
-
-    def normalise(self, images: Tensor) -> Tensor:
-        """[B, C, H, W] of pixels 0..255 as float64."""
-        return super().normalise(images).double()
-
-
-class Loss:
-    """The loss of a local objective on one batch in round 2, in float64, as a function of w."""
-
-    def __init__(self, subject: Subject) -> None:
-        config = subject.config()
-        objective = method_of(config)
-        if not isinstance(objective, LocalObjective):
-            raise NotApplicable("a local procedure is not one loss on one model")
-        trained = subject.trained(config).state if objective.is_stateful else {}
-        state = {
-            group: {n: a.double() if a.is_floating_point() else a for n, a in arrays.items()}
-            for group, arrays in trained.items()
-        }
-        with in_float64():
-            ctx = subject.round(config, 2, state)
-            pixels = ctx.train_samples.pixels
-            ctx.train_samples.pixels = Float64Pixels(pixels.mean, pixels.std)
-            self.constants = [
-                array.requires_grad_()
-                for arrays in (ctx.received, *ctx.state.values())
-                for array in arrays.values()
-                if array.is_floating_point()
-            ]
-            self.model = ctx.model
-            self.model.load_state_dict(model_for(config, open_source(config), seed=3).state_dict())
-            self.model.train().requires_grad_(True)
-            self.loss = ObjectiveLoss(objective, ctx, self.model)
-            self.step = next(ctx.steps("check", 1))
-
-    def value(self, step: Step | None = None) -> Tensor:
-        """Sum of the loss terms, with the same dropout masks at every call."""
-        torch.manual_seed(0)
-        with in_float64():
-            terms = self.loss(*self.loss.inputs(step or self.step)).values()
-        self.is_float64 = all(term.dtype is torch.float64 for term in terms)
-        return torch.stack([term.double() for term in terms]).sum()
-
-
-def loss_terms_are_scalars(subject: Subject) -> None:
-    """Layers have names of the network's, loss terms are scalars, and one has a gradient."""
-    config = subject.config()
-    objective = method_of(config)
-    if not isinstance(objective, LocalObjective):
-        raise NotApplicable("a local procedure is not one loss on one model")
-    state = subject.trained(config).state if objective.is_stateful else {}
-    ctx = subject.round(config, 2, state)
-    name, model = type(objective).__name__, ctx.model.train().requires_grad_(True)
-    model.load_state_dict(ctx.initial_weights() | ctx.received)
-    layers = objective.layers(model)
-    require(
-        isinstance(layers, list | tuple) and set(layers) <= set(model.layer_names),
-        f"{name}.layers returned {layers!r}: expected a list of {', '.join(model.layer_names)}",
-    )
-    loss = ObjectiveLoss(objective, ctx, model)
-    terms: dict[str, Any] = dict(loss(*loss.inputs(next(ctx.steps("check", 1)))))
-    for function, term in terms.items():
-        found = list(term.shape) if isinstance(term, Tensor) else type(term).__name__
-        require(
-            isinstance(term, Tensor) and term.dim() == 0,
-            f"{name}.{function} returned {found}: expected a scalar Tensor; for no penalty, "
-            "batch.logits.new_zeros(())",
-        )
-    require(
-        any(term.requires_grad for term in terms.values()),
-        f"the loss ({' + '.join(terms)}) depends on no weight that is trained: compute it from the "
-        "model's outputs, without detach",
-    )
-
-
-def gradient_is_correct(subject: Subject) -> None:
-    """The gradient is finite and equals central differences along three directions."""
-    loss = Loss(subject)
-    parameters = list(loss.model.parameters())
-    loss.value().backward()  # type: ignore[no-untyped-call]
-    found = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
-    require(all(bool(g.isfinite().all()) for g in found), "the gradient is not finite")
-    start = [p.detach().clone() for p in parameters]
-    # a method may compute in float32 whatever it is given
-    step, tolerance = (1e-6, 1e-4) if loss.is_float64 else (1e-3, 1e-2)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(3):
-        random = [torch.randn(p.shape, generator=generator).to(p) for p in parameters]
-        direction = [
-            g / total_norm(found).clamp_min(1e-12) + r / total_norm(random)
-            for g, r in zip(found, random, strict=True)
-        ]
-        values = []
-        for sign in (1, -1):
-            with torch.no_grad():
-                for p, p_0, d in zip(parameters, start, direction, strict=True):
-                    p.copy_(p_0 + sign * step * d)
-            values.append(loss.value().item())
-        expected = (values[0] - values[1]) / (2 * step)
-        along = sum((g * d).sum().item() for g, d in zip(found, direction, strict=True))
-        require(
-            abs(along - expected) <= tolerance * max(abs(expected), 1e-3),
-            f"autograd gives {along:.6g} along a direction, finite differences {expected:.6g}; "
-            "an intended detach shows here too",
-        )
-
-
 def trains_on_what_it_receives(subject: Subject) -> None:
     """Two rounds of one client give updates, and change nothing that was received or stored."""
     config = subject.config()
@@ -350,32 +105,6 @@ def trains_on_what_it_receives(subject: Subject) -> None:
             f"training changes {changed!r} of {group} in place, or a frozen model that shares its "
             "memory: clone it first",
         )
-
-
-def frozen_models_get_no_gradient(subject: Subject) -> None:
-    """Received arrays and client state get no gradient."""
-    loss = Loss(subject)
-    loss.value().backward()  # type: ignore[no-untyped-call]
-    touched = [array for array in loss.constants if array.grad is not None]
-    require(not touched, "a gradient reaches the received arrays or the client state: detach them")
-
-
-def batch_order_is_irrelevant(subject: Subject) -> None:
-    """The loss of a permuted batch is the same, up to rounding."""
-    loss = Loss(subject)
-    step = loss.step
-    before = torch.get_rng_state()
-    with torch.no_grad():
-        loss.model(step.x)
-    if not torch.equal(before, torch.get_rng_state()):
-        raise NotApplicable("the network draws random numbers for each sample, as dropout does")
-    order = torch.randperm(len(step.y), generator=torch.Generator().manual_seed(0))
-    permuted = Step(step.x[order], step.y[order], step.index[order], step.variant[order])
-    first, second = loss.value().item(), loss.value(permuted).item()
-    require(
-        abs(first - second) <= (1e-9 if loss.is_float64 else 1e-5) * abs(first),
-        f"the loss is {first:.10g}, and {second:.10g} after permuting the batch",
-    )
 
 
 def batch_of_one(subject: Subject) -> None:

@@ -31,7 +31,8 @@ CHECK = """
 import sys
 from pathlib import Path
 
-from keel.method_checks import Subject, resume_is_exact
+from keel.method_checks import resume_is_exact
+from keel.method_subject import Subject
 
 resume_is_exact(Subject("summing", Path(sys.argv[1])))
 """

@@ -24,7 +24,8 @@ import client_app.objective
 import strategies
 from client_app.methods import method_of
 from client_app.setup import build_network
-from keel.method_checks import CHECKS, NotApplicable
+from keel.method_checks import CHECKS
+from keel.method_subject import NotApplicable
 from protocol.config import default_config
 from protocol.options import key_of
 from strategies import Average, server_half, strategy_for
