@@ -49,7 +49,7 @@ def evaluate_clients(
     scored: list[TrainReply] = list(report.accepted) if has_own_models(run) else []
     clients: Set[str] = {reply.client for reply in report.accepted}
     if evaluated_clients(run, number) == "all":
-        clients = run.experiment.strategy.clients
+        clients = run.experiment.strategy.cohort.clients
     clients = clients - {reply.client for reply in scored}
     unasked = not_to_evaluate(run, number, clients, silent)
     if unasked:
@@ -69,9 +69,9 @@ def not_to_evaluate(run: Run, number: int, clients: Set[str], silent: Set[str]) 
     strategy = run.experiment.strategy
     reasons = {
         "no answer to the last evaluations": run.evaluation_backoff.backed_off(number, clients, 0),
-        "in backoff": strategy.backed_off(number),
+        "in backoff": strategy.cohort.backed_off(number),
         "no answer in this round's training": silent,
-        "not connected": strategy.away,
+        "not connected": strategy.cohort.away,
     }
     return {c: why for why, found in reasons.items() for c in sorted(clients & found)}
 
@@ -82,7 +82,7 @@ def ask_to_evaluate(
     """The clients' replies to an evaluate message and who gave none; the bytes sent."""
     strategy, data = run.experiment.strategy, run.experiment.data
     request = EvaluateRequest(run.config, data, number, run.name_for_clients, run.directory.id)
-    nodes = strategy.nodes_of(clients)
+    nodes = strategy.cohort.nodes_of(clients)
     messages = strategy.messages(
         MessageType.EVALUATE, nodes, array_record(arrays), request_record(request)
     )

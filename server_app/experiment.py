@@ -80,7 +80,7 @@ def admit_clients(experiment: Experiment, pool: Pool) -> tuple[Clients, list[str
     strategy.roster = pool.roster
     strategy.partition_sizes = clients.sizes
     warnings = roster_warnings(config, clients)
-    config.rounds.check_cohort(len(strategy.sample(1)))
+    config.rounds.check_cohort(len(strategy.cohort.sample(1)))
     return clients, warnings
 
 

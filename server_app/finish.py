@@ -85,7 +85,7 @@ def info_of(run: Run, history: Sequence[Line]) -> RunInfo:
         model=config.model.model,
         num_parameters=sum(parameter.numel() for parameter in experiment.model.parameters()),
         num_clients=run.clients.num,
-        clients_per_round=len(experiment.strategy.sample(1)),
+        clients_per_round=len(experiment.strategy.cohort.sample(1)),
         num_rounds=config.rounds.num_rounds,
         history=tuple(history),
         config=RunReader(run.directory.path).config,  # in which num-clients is set

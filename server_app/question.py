@@ -22,7 +22,7 @@ class Question:
         self.sizes = {m.metadata.dst_node_id: payload_bytes(m) for m in messages}
         # when first sent: a client may have moved to another node since
         self.clients = {node: run.pool.roster[node].client for node in self.sizes}
-        self.backed_off = sorted(run.experiment.strategy.backed_off(number))
+        self.backed_off = sorted(run.experiment.strategy.cohort.backed_off(number))
         self.num_bytes = self.num_replies = 0
         self.silent: set[str] = set()
 

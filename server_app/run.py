@@ -114,7 +114,7 @@ def play_round(run: Run, number: int, arrays: Arrays) -> tuple[Checkpoint, Line]
 def sample(run: Run, number: int, arrays: Arrays) -> list[Message]:
     """The messages to the round's cohort."""
     strategy = run.experiment.strategy
-    strategy.away = run.pool.absent()
+    strategy.cohort.away = run.pool.absent()
     strategy.keeps_updates = run.monitor is not None and run.monitor.is_due(number)
     request = TrainRequest(
         run.config,

@@ -8,7 +8,7 @@ sampled by name from the run's seed (strategies/cohort.py), replies are validate
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -34,7 +34,7 @@ from protocol.text import num_of
 from strategies.aggregation import capped_counts, coordinate_wise, selected, with_enough_replies
 from strategies.cohort import Cohort
 from strategies.exact_sum import ExactSum
-from strategies.replies import RoundReplies, RoundReport, TooFewRepliesError, left_out_lines
+from strategies.replies import RoundReplies, RoundReport, TooFewRepliesError
 from strategies.server_optimizers import server_optimizer
 from strategies.validation import (
     RECORD_BYTES,
@@ -45,7 +45,6 @@ from strategies.validation import (
 )
 
 log = logging.getLogger("keel.server")
-MAX_REASONS = 5  # in the error of a round with too few replies
 
 
 class Average(Strategy):
@@ -171,6 +170,19 @@ class Average(Strategy):
             total.add(reply.extra, shares[reply.client])
         return total.total()
 
+    @property
+    def roster(self) -> Mapping[int, RosterEntry]:
+        """Node id to the client behind it."""
+        return self.cohort.roster
+
+    @roster.setter
+    def roster(self, roster: Mapping[int, RosterEntry]) -> None:
+        self.cohort.roster = roster
+
+    def entry_of(self, reply: TrainReply) -> RosterEntry:
+        """The roster entry of the client that replied."""
+        return self.roster[self.cohort.nodes_of([reply.client])[0]]
+
     def counts(self, replies: list[TrainReply]) -> list[float]:
         """The replies' numbers of samples, none above `max-weight-share` unless it is checked."""
         found = [reply.metrics["num-examples"] for reply in replies]
@@ -205,47 +217,6 @@ class Average(Strategy):
         is_defended = rounds.norm_bound != "off" or rounds.aggregation != "mean"
         return self.options.default_weighting == "examples" and not is_defended
 
-    # --- the cohort -----------------------------------------------------------------------------
-
-    @property
-    def roster(self) -> Mapping[int, RosterEntry]:
-        """Node id to the client behind it."""
-        return self.cohort.roster
-
-    @roster.setter
-    def roster(self, roster: Mapping[int, RosterEntry]) -> None:
-        self.cohort.roster = roster
-
-    @property
-    def away(self) -> set[str]:
-        """Clients that are not connected."""
-        return self.cohort.away
-
-    @away.setter
-    def away(self, clients: set[str]) -> None:
-        self.cohort.away = clients
-
-    @property
-    def clients(self) -> Set[str]:
-        """The names of all clients."""
-        return self.cohort.clients
-
-    def nodes_of(self, clients: Iterable[str]) -> list[int]:
-        """The nodes of these clients, in their order."""
-        return self.cohort.nodes_of(clients)
-
-    def entry_of(self, reply: TrainReply) -> RosterEntry:
-        """The roster entry of the client that replied."""
-        return self.roster[self.nodes_of([reply.client])[0]]
-
-    def sample(self, server_round: int) -> list[int]:
-        """Node ids of the round's cohort, in the order of the clients' names."""
-        return self.cohort.sample(server_round)
-
-    def backed_off(self, server_round: int) -> set[str]:
-        """Clients that are not sampled in this round: disconnected, or failed too often."""
-        return self.cohort.backed_off(server_round)
-
     # --- Flower's Strategy: a round -------------------------------------------------------------
 
     def summary(self) -> None:
@@ -266,7 +237,9 @@ class Average(Strategy):
         self.sent = self.server_optimizer.broadcast(self.current)
         if self.sent is not self.current:
             arrays = array_record(self.sent)
-        messages = self.messages(MessageType.TRAIN, self.sample(server_round), arrays, config)
+        messages = self.messages(
+            MessageType.TRAIN, self.cohort.sample(server_round), arrays, config
+        )
         self.replies = RoundReplies(self.addressed, self._expected_reply(server_round))
         self.sum = None if self._holds_updates else self._empty_sum()
         self.shares = self.extra_shares([*self._declared]) if self.sum else {}
@@ -277,7 +250,7 @@ class Average(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """An evaluate message for every client."""
-        nodes = self.nodes_of(sorted(self.clients))
+        nodes = self.cohort.nodes_of(sorted(self.cohort.clients))
         return self.messages(MessageType.EVALUATE, nodes, arrays, config)
 
     def messages(
@@ -341,7 +314,7 @@ class Average(Strategy):
         accepted = self.report.accepted
         failed = {e.client for e in self.addressed.values()} & self.report.left_out.keys()
         self.cohort.note(server_round, {reply.client for reply in accepted}, failed)
-        self._check_enough(server_round)
+        self.report.check_enough(server_round, self.config.rounds)
         following = self.next_arrays(self.current, accepted)
         self.sum = self.extra_total = None
         if wrong := mismatch(following, self.current, with_values=False):
@@ -358,19 +331,6 @@ class Average(Strategy):
         for message in replies:
             found.add(message)
         self.report = found.report()
-
-    def _check_enough(self, server_round: int) -> None:
-        """TooFewRepliesError with the reasons if too few replies of the round are accepted."""
-        rounds, accepted = self.config.rounds, self.report.accepted
-        if len(accepted) >= rounds.fewest_replies:
-            return
-        reasons = left_out_lines(self.report.left_out)
-        if len(reasons) > MAX_REASONS:
-            reasons[MAX_REASONS:] = [f"and {len(reasons) - MAX_REASONS} more: see run.log"]
-        raise TooFewRepliesError(
-            f"round {server_round}: {num_of('accepted reply', accepted, 'accepted replies')}, "
-            f"{rounds.fewest_replies_text}. {'; '.join(reasons)}"
-        )
 
     # --- the round's sums -----------------------------------------------------------------------
 

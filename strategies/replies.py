@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from flwr.app import Message
 
+from protocol.config import RoundsConfig
 from protocol.messages import (
     RESET_NEEDED,
     RosterEntry,
@@ -14,10 +15,11 @@ from protocol.messages import (
     payload_bytes,
     read_reply,
 )
-from protocol.text import in_one_line, shortened
+from protocol.text import in_one_line, num_of, shortened
 from strategies.validation import ExpectedReply, rejection_reason
 
 log = logging.getLogger("keel.server")
+MAX_REASONS = 5  # in the error of a round with too few replies
 
 
 class TooFewRepliesError(RuntimeError):
@@ -39,6 +41,19 @@ class RoundReport:
     reset_needed: list[str] = field(default_factory=list)
     bytes_up: int = 0
     bytes_down: int = 0
+
+    def check_enough(self, server_round: int, rounds: RoundsConfig) -> None:
+        """TooFewRepliesError with the reasons if fewer replies are accepted than the run needs."""
+        if len(self.accepted) >= rounds.fewest_replies:
+            return
+        reasons = left_out_lines(self.left_out)
+        if len(reasons) > MAX_REASONS:
+            reasons[MAX_REASONS:] = [f"and {len(reasons) - MAX_REASONS} more: see run.log"]
+        raise TooFewRepliesError(
+            f"round {server_round}: "
+            f"{num_of('accepted reply', self.accepted, 'accepted replies')}, "
+            f"{rounds.fewest_replies_text}. {'; '.join(reasons)}"
+        )
 
 
 @dataclass

@@ -111,7 +111,7 @@ def assert_mean(found, numbers, weights):
 def test_a_message_for_every_sampled_client_says_what_to_do_with_which_model():
     strategy = average_of(6, fraction_train=0.5, round_timeout=70.0)
     messages = ask(strategy, server_round=4)
-    assert [m.metadata.dst_node_id for m in messages] == strategy.sample(4)
+    assert [m.metadata.dst_node_id for m in messages] == strategy.cohort.sample(4)
     for message in messages:
         assert message.metadata.message_type == MessageType.TRAIN
         assert message.metadata.ttl == 70.0
@@ -374,7 +374,7 @@ def test_a_client_that_fails_is_backed_off():
             for i, (m, r) in enumerate(pairs)
         ],
     )
-    assert strategy.backed_off(2) == {"client-1"}
+    assert strategy.cohort.backed_off(2) == {"client-1"}
     state = json.loads(bytes(strategy.state()["clients"].tolist()))
     assert state["accepted"].keys() == {"client-0", "client-2", "client-3", "client-4"}
 

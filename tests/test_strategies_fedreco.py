@@ -82,25 +82,6 @@ def test_u_0_steps_down_the_plain_mean_of_the_gradients_eq_8(weighting):
             assert float(following[name][at]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-def test_the_mean_is_over_the_clients_that_answered_well():
-    model = network()
-    server = server_of(model, num_clients=2, fedreco__eta_0=1.0)
-    u_0 = server.initial_arrays(model)
-    good, bad = gradients(u_0, 1), gradients(u_0, 2)
-    name = next(iter(bad))
-    bad[name] = bad[name] * torch.nan
-    following = after_a_round(server, u_0, [good, bad], [1.0, 1.0])
-    for key, array in u_0.items():
-        torch.testing.assert_close(following[key], array - good[key], rtol=1e-6, atol=1e-7)
-    assert list(server.report.left_out) == ["c1"]
-
-
-def test_all_but_the_classifier_is_shared_by_default():
-    model = network()
-    names = server_of(model).initial_arrays(model).keys()
-    assert set(names) == {n for n in model.state_dict() if not n.startswith("classifier")}
-
-
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_split_shares_the_stages_up_to_it(stage):
     model = network()
@@ -114,14 +95,6 @@ def test_a_split_shares_the_stages_up_to_it(stage):
     }
     assert set(u_0) == wanted
     assert all(same_bits({n: a}, {n: model.state_dict()[n]}) for n, a in u_0.items())
-
-
-def test_a_reply_holds_a_gradient_for_each_parameter():
-    model = network("resnet20", norm="group")
-    server = server_of(model, num_clients=1, fedreco__eta_0=0.5, norm="group")
-    u_0 = server.initial_arrays(model)
-    parameters = {name for name, _ in model.named_parameters()}
-    assert set(server.expected(u_0)) == parameters & u_0.keys() == u_0.keys()
 
 
 def test_an_unknown_split_is_refused_with_the_stages_there_are():

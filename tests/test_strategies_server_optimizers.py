@@ -87,12 +87,6 @@ def test_fedadam_equals_its_equations_by_hand_over_five_rounds(lr, beta1, beta2,
                 assert_close(model[name], {at: w})
 
 
-def test_a_tau_whose_square_is_no_number_gives_no_traceback():
-    """Of a float, ** raises OverflowError; the run then ends as any other that diverges."""
-    stepped(step := fedadam(tau=1e300))
-    assert not all(array.isfinite().all() for array in step.state().values())
-
-
 @pytest.mark.parametrize("lambda_", [0.85, 0.3, 0.0])
 def test_fedacg_equals_its_equations_by_hand_over_five_rounds(lambda_):
     """wh = w + lambda m is sent; m <- lambda m + (A - wh); w <- w + m."""
@@ -113,15 +107,6 @@ def test_fedacg_equals_its_equations_by_hand_over_five_rounds(lambda_):
 # --- numbers on paper, from baselines.md 14.3 and 15.4 ---------------------------------------
 
 
-def test_fedavgm_under_a_constant_difference_grows_to_its_geometric_sum():
-    step, w, delta, beta = fedavgm(beta=0.4), torch.zeros(3, dtype=torch.float64), 0.25, 0.4
-    for t in range(6):
-        before = w
-        w = step.step({"w": w}, {"w": w + delta}, ["w"])["w"]
-        expected = delta * (1 - beta ** (t + 1)) / (1 - beta)
-        assert (w - before).tolist() == pytest.approx([expected] * 3, rel=1e-12)
-
-
 def test_fedadams_first_step_has_the_size_on_paper():
     w = torch.tensor([0.5, -2.0], dtype=torch.float64)
     delta = torch.tensor([0.01, -0.01], dtype=torch.float64)
@@ -130,23 +115,9 @@ def test_fedadams_first_step_has_the_size_on_paper():
     assert moved.tolist() == pytest.approx([size, -size], abs=5e-9)
 
 
-def test_fedadam_without_memory_is_a_sign_step_softened_by_tau():
-    delta = torch.tensor([0.5, -0.02, 0.0], dtype=torch.float64)
-    w = torch.zeros(3, dtype=torch.float64)
-    moved = fedadam(lr=0.1, beta1=0.0, beta2=0.0, tau=0.01).step({"w": w}, {"w": delta}, ["w"])
-    expected = [0.1 * d / (abs(d) + 0.01) for d in delta.tolist()]
-    assert moved["w"].tolist() == pytest.approx(expected, rel=1e-12)
-
-
 def test_fedadam_that_never_adapts_is_fedavg():
     step = fedadam(lr=2 * 0.3, beta1=0.0, beta2=1.0, tau=0.3)  # v stays tau^2
     for model, average in zip(stepped(step), averages(5), strict=True):
-        for name in shapes:
-            torch.testing.assert_close(model[name], average[name], rtol=1e-12, atol=1e-13)
-
-
-def test_fedavgm_without_momentum_is_fedavg():
-    for model, average in zip(stepped(fedavgm(lr=1.0, beta=0.0)), averages(5), strict=True):
         for name in shapes:
             torch.testing.assert_close(model[name], average[name], rtol=1e-12, atol=1e-13)
 

@@ -96,7 +96,7 @@ def check_model(config: RunConfig, num_clients: int, model: StagedModel) -> None
     strategy = strategy_for(config, model)
     strategy.roster = roster = SimulatedRoster(config, open_source(config), num_clients)
     check_simulated_roster(roster, config.evaluated_clients != "none")
-    config.rounds.check_cohort(len(strategy.sample(1)))
+    config.rounds.check_cohort(len(strategy.cohort.sample(1)))
 
 
 def check_reading(cell: Cell, run: Run, config: RunConfig) -> None:
