@@ -29,10 +29,9 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "run": ("run", RUNS, "Train: `keel run method=fedintr num-rounds=10`."),
     "demo": ("demo", RUNS, "Compare FedAvg with FedIntR on handwritten digits."),
     "resume": ("run", RUNS, "Continue an interrupted run from its last checkpoint."),
-    "status": ("runs", RUNS, "Show the state of a run; the newest by default."),
+    "status": ("status", RUNS, "Show the state of a run, or follow it; the newest by default."),
     "list": ("runs", RUNS, "List the runs: method, data, rounds, accuracy, state, age."),
     "stop": ("runs", RUNS, "Stop a run cleanly; `keel resume` continues it."),
-    "watch": ("runs", RUNS, "Follow a run in the terminal: curves, clients at work, time left."),
     "ui": ("ui", RUNS, "Show runs in a browser, live, on this machine only."),
     "compare": ("runs", RUNS, "Compare runs: one table, one plot."),
     "predict": ("runs", RUNS, "Classify images with a run's model."),
@@ -130,7 +129,7 @@ class WhileRead:
     """A stream whose output is discarded once nobody reads it (`keel run | head`).
 
     Other errors, such as a full disk's, name the stream: run directories may be on another disk.
-    What its encoding lacks, as ASCII does the bars of `keel watch`, becomes a question mark.
+    What its encoding lacks, as ASCII does `é`, becomes a question mark.
     """
 
     def __init__(self, stream: TextIO) -> None:

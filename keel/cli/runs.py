@@ -1,4 +1,4 @@
-"""`keel status`, `list`, `watch`, `stop`, `compare`, `predict`, `diagnose`, `export`: on runs."""
+"""`keel list`, `stop`, `compare`, `predict`, `diagnose`, `export`: on runs."""
 
 import io
 import itertools
@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from enum import StrEnum
@@ -20,8 +19,6 @@ from rich.table import Table
 from keel.cli.interrupts import uninterrupted
 from keel.runs import (
     COLOURS,
-    FINISHED,
-    RUNNING,
     SavedRun,
     all_runs,
     differing_keys,
@@ -37,11 +34,10 @@ from protocol.config import keel_home
 from protocol.files import digest, private_files, write_output
 from protocol.options import typed
 from protocol.text import in_one_line, num_of, printable, shortened
-from server_app.history import CURVES, curve, duration
+from server_app.history import CURVES, duration
 from server_app.run_reader import CONFIG_FILE, LOCK_FILE
-from server_app.summary import privacy_text, summarise
+from server_app.summary import summarise
 
-RECENT_ROUNDS = 10  # whose left out clients `status` names
 STOP_TIMEOUT_S = 90.0
 MAX_NAME_BYTES = 200  # of a run's name, in the name of a plot
 MAX_SHOWN_NAME = 60  # characters of a run's name in a table, or half of the terminal
@@ -49,77 +45,6 @@ PLACES = {"output-dir", "run-name", "data-dir", "resume"}  # keys that `compare`
 
 RunName = Annotated[str, typer.Argument()]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-def status(
-    run: Annotated[str, typer.Argument(show_default=False)] = "", as_json: JsonOption = False
-) -> None:
-    """Show the state of a run; without RUN, of the most recently changed one.
-
-    RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one.
-    """
-    saved = find_run(run)
-    if as_json:
-        print(json.dumps(status_row(saved), indent=2))
-    else:
-        print("\n".join(map(printable, status_lines(saved))))
-
-
-def status_row(run: SavedRun) -> dict[str, Any]:
-    """`row_of` the run, its seconds, the privacy spent, and whom the recent rounds left out.
-
-    ValueError, one line, if its files are damaged.
-    """
-    recent = {line["round"]: line["left_out"] for line in recent_clients(run)}
-    seconds = round(sum(sum(line["seconds"].values()) for line in run.history), 2)
-    damaged, privacy = run.damaged_checkpoints(), run.summary.get("privacy")
-    found = {"seconds": seconds, "privacy": privacy, "left_out": recent}
-    return row_of(run) | found | {"damaged_checkpoints": damaged}
-
-
-def recent_clients(run: SavedRun) -> list[dict[str, Any]]:
-    """What the last rounds say of single clients."""
-    return list(deque(run.clients(), maxlen=RECENT_ROUNDS))
-
-
-def status_lines(run: SavedRun) -> list[str]:
-    """The status of a run in a few lines. ValueError, one line, if its files are damaged."""
-    config, history, done = run.config, run.history, run.last_round
-    seconds = [sum(line["seconds"].values()) for line in history]
-    progress = f"{done} of {config['num-rounds']}"
-    if seconds:
-        progress += f", {duration(sum(seconds))}"
-        if run.state == RUNNING:
-            left = config["num-rounds"] - done
-            progress += f" so far, {duration(left * sum(seconds) / len(seconds))} left"
-    optimizer = config["server-optimizer"]
-    server = "" if optimizer == "fedavg" else f", server optimizer {optimizer}"
-    lines = [
-        f"run       {run.directory}",
-        f"config    {config['method']}{server}, {config['source']}, {config['model']}",
-        f"state     {run.state}",
-        f"round     {progress}",
-    ]
-    for key, name, description in CURVES:
-        points = curve(history, key, name)
-        if points:
-            shown = ", ".join(
-                f"round {number}: {100 * value:.2f} %" for number, value in points[-3:]
-            )
-            lines.append(f"accuracy  {description}: {shown}")
-    if privacy := run.summary.get("privacy"):
-        lines.append(f"privacy   {privacy_text(privacy)}")
-    recent = recent_clients(run)
-    for line in recent:
-        for client, reason in line["left_out"].items():
-            lines.append(f"left out  round {line['round']}: {client}: {reason}")
-    if recent and recent[-1]["backed_off"]:
-        lines.append(f"backoff   {', '.join(recent[-1]['backed_off'])}")
-    for name in run.damaged_checkpoints():
-        lines.append(f"damaged   checkpoints/{name}: a resume skips it")
-    if run.state not in (RUNNING, FINISHED):
-        lines.append(f"resume    {run.resume_command}")
-    return lines
 
 
 def list_command(
@@ -212,20 +137,6 @@ def print_runs(columns: Mapping[str, Sequence[str]], drop_first: Sequence[str]) 
     names = [n if len(n) <= max_length else f"{n[: max_length - 1]}…" for n in columns["run"]]
     shown = {**columns, "run": names}
     print_table(lambda names: table_of({name: shown[name] for name in names}), shown, drop_first)
-
-
-def watch(
-    run: Annotated[str, typer.Argument(show_default=False)] = "",
-    once: Annotated[bool, typer.Option("--once", help="Show the run as it is and exit.")] = False,
-) -> None:
-    """Follow a run: rounds, curves as sparklines, clients at work; without RUN, the newest.
-
-    RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one. The view ends with the
-    run; Ctrl-C ends only the view. If the output is not a terminal, the run is shown once.
-    """
-    from keel.views.terminal import watch_run
-
-    watch_run(find_run(run).directory, once)
 
 
 def stop(run: Annotated[str, typer.Argument(show_default=False)] = "") -> None:

@@ -1,1 +1,1 @@
-"""The live pages of `keel ui`, their charts, and `keel watch`."""
+"""The live pages of `keel ui` and the charts of pages and reports."""

@@ -234,7 +234,7 @@ def test_ctrl_c_while_a_class_is_made_is_no_error(monkeypatch, capsys):
         def __set_name__(self, owner, name):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("keel.cli.runs.find_run", lambda name: type("C", (), {"x": Interrupted()}))
+    monkeypatch.setattr("keel.cli.status.find_run", lambda name: type("C", (), {"x": Interrupted()}))
     assert main(["status", "x"]) == 130
     assert capsys.readouterr().err == ""
 
@@ -249,7 +249,7 @@ def test_ctrl_c_while_an_extension_is_imported_is_no_traceback(cause, monkeypatc
         except ImportError as error:
             raise ImportError("read this") from error
 
-    monkeypatch.setattr("keel.cli.runs.find_run", run)
+    monkeypatch.setattr("keel.cli.status.find_run", run)
     if cause:
         assert main(["status", "x"]) == 130
     else:
@@ -264,7 +264,7 @@ def test_an_error_of_syntax_in_a_file_of_the_user_is_one_line(tmp_path, monkeypa
     monkeypatch.setattr(
         "keel.cli.runs.find_run", lambda name: compile(mine.read_text(), mine, "exec")
     )
-    assert refusal("watch", "one") == f"error: {mine}:2: invalid syntax\n"
+    assert refusal("stop", "one") == f"error: {mine}:2: invalid syntax\n"
 
 
 def test_an_error_as_a_file_of_the_user_is_imported_is_one_line(tmp_path, monkeypatch, refusal):
@@ -272,13 +272,13 @@ def test_an_error_as_a_file_of_the_user_is_imported_is_one_line(tmp_path, monkey
     mine = tmp_path / "models" / "mine.py"
     code = compile("x = 1\nfrom pathlib import Pathh\n", mine, "exec")
     monkeypatch.setattr("keel.cli.runs.find_run", lambda name: exec(code))
-    line = refusal("watch", "one")
+    line = refusal("stop", "one")
     assert line.startswith(f"error: {mine}:2: ImportError: cannot import name 'Pathh'")
     code = compile("import keel.typo\n", mine, "exec")
-    assert refusal("watch", "one").startswith(f"error: {mine}:1: ModuleNotFoundError: No module")
+    assert refusal("stop", "one").startswith(f"error: {mine}:1: ModuleNotFoundError: No module")
     code = compile("def f():\n    1 / 0\nf()\n", mine, "exec")
     with pytest.raises(ZeroDivisionError):  # no statement of the file: a bug of Keel's
-        main(["watch", "one"])
+        main(["stop", "one"])
 
 
 def test_a_notebook_s_backend_that_is_not_installed_here_does_not_matter(tmp_path):

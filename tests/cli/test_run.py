@@ -14,8 +14,8 @@ from keel.cli import engines
 from keel.cli.interrupts import INTERRUPTED_CODE
 from keel.cli.main import main
 from keel.cli.run import NOT_STARTED, Engine, EngineOptions, config_of, prepared, with_clients
-from keel.cli.runs import status_lines
 from keel.cli.sizes import SIZES_FILE, data_size, parameter_count, stored_sizes
+from keel.cli.status import status_lines
 from keel.deployment.superlink import check_connection
 from keel.runs import SavedRun
 from protocol.config import presets, resolve_config

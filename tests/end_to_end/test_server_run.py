@@ -53,7 +53,7 @@ from client_app.methods import method_of
 from client_app.objective import LocalObjective
 from client_app.setup import client_indices, model_for, open_source, pixels_of
 from client_app.state import StateFolder
-from keel.cli.runs import status_lines
+from keel.cli.status import status_lines
 from keel.experiments.verify import checks
 from keel.runs import find_run
 from protocol.config import default_config, resolve_config
