@@ -234,7 +234,9 @@ def test_ctrl_c_while_a_class_is_made_is_no_error(monkeypatch, capsys):
         def __set_name__(self, owner, name):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("keel.cli.status.find_run", lambda name: type("C", (), {"x": Interrupted()}))
+    monkeypatch.setattr(
+        "keel.cli.status.find_run", lambda name: type("C", (), {"x": Interrupted()})
+    )
     assert main(["status", "x"]) == 130
     assert capsys.readouterr().err == ""
 

@@ -3,7 +3,6 @@
 import fcntl
 import io
 import json
-import threading
 from contextlib import contextmanager
 from random import Random
 
