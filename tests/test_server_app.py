@@ -4,11 +4,11 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+import server_app.federation
 import torch
 from flwr.app import Context, RecordDict
 
 import client_app.app
-import server_app.federation
 from server_app.app import SUPERLINK_TIMEOUT_S, log_to_stdout, main
 from server_app.inline import InlineGrid, simulated_nodes
 from strategies import Average
