@@ -558,12 +558,6 @@ def validate(config: RunConfig) -> None:
     Everything that can be checked without torch, data, clients or the method's class.
     """
     rounds, model, epsilon = config.rounds, config.model, config.privacy.epsilon
-    if config.train.cuda_graphs and config.train.compile:
-        raise ConfigError(
-            "compile",
-            "compile = true: cuda-graphs = true records the steps of a network that is not "
-            "compiled; leave out compile or cuda-graphs",
-        )
     refuse_unknown("method", rounds.method, list(method_names()))
     refuse_unknown("server-optimizer", rounds.server_optimizer, list(SERVER_OPTIMIZERS))
     refuse_unknown("model", model.model, list(MODELS))

@@ -23,7 +23,7 @@ from keel.experiments.runs import (
     NOTE,
     UNKNOWN,
     Options,
-    check_unchanged,
+    history_in,
     identity,
     name_of,
     read_json,
@@ -254,7 +254,7 @@ def copies(directory: Path, archived: str = "") -> Iterator[tuple[str, str]]:
 
     ValueError if a file is damaged, the history lacks a round, or it was changed after the run.
     """
-    check_unchanged(directory)
+    history_in(directory)  # raises if it is damaged or was changed
     run = RunReader(directory)
     # keys on which nothing depends may go, or change their values
     kept_keys = without_folders(identity(run.config, is_timed=True), archived)

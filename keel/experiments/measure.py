@@ -103,8 +103,8 @@ class History:
         for line in lines:
             number = line["round"]
             self.rounds.append(number)
-            self.wall_s.append(sum(line["seconds"].values()))
-            self.num_left_out += line["num_left_out"]
+            self.wall_s.append(sum(line.get("seconds", {}).values()))
+            self.num_left_out += line.get("num_left_out", 0)
             self.num_not_evaluated += line.get("num_evaluation_left_out", 0)
             has_diverged = line.get("global", {}).get("loss", 0.0) is None
             self.rounds_diverged += has_diverged

@@ -45,6 +45,8 @@ def identity(flat: Keys, is_timed: bool = False) -> dict[str, OptionValue]:
     is_timed: seconds are read, so what they depend on counts too.
     """
     tables = {str(flat["method"]), str(flat["server-optimizer"]), "privacy"}
+    if flat.get("fedproc.schedule-rounds") == flat["num-rounds"]:
+        flat = {**flat, "fedproc.schedule-rounds": 0}  # which means the same
     irrelevant = IRRELEVANT if is_timed else IRRELEVANT | RELEVANT_TO_SECONDS
     return {
         key: value
@@ -162,15 +164,13 @@ class Run:
         finished or diverged: with a wrong clock, the failure may be dated later.
         ValueError naming a damaged file, and what to do.
         """
-        attempts = (self.note, *self.attempts())
+        attempts, had_note = (self.note, *self.attempts()), self.note.exists()
         try:
             found = [a for a in attempts if status_of(a) and not self.other_default(a)]
             of_today = [attempt for attempt in found if code_of(attempt) == (code_version(),)]
-        except FileNotFoundError:
-            if status_of(self.note):
-                raise
-            return self.ended()  # another runner has just removed the note
-        except ValueError as error:
+        except (OSError, ValueError) as error:
+            if had_note and not self.note.exists():
+                return self.ended()  # another runner has just removed the note
             raise ValueError(f"{error}; {REMEDY}") from error
         counting = of_today or (found if self.any_code else [])
         if len(counting) < 2:

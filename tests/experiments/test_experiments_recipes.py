@@ -1250,14 +1250,14 @@ def test_measures_of_a_history(take, at, shrink, expected):
 def test_clients_that_could_not_be_evaluated_are_not_left_out_of_a_mean():
     """A client's model is not finite in round 2: the mean of the others says too much."""
     lines = [
-        {"round": n, "personal": {"mean": mean}, "evaluation_left_out": left_out}
-        for n, mean, left_out in (
-            (1, 0.5, {}),
-            (2, 0.9, {"a": "personal-loss is nan, not finite"}),
-            (3, 0.6, {"a": "no answer"}),
-        )
+        {"round": n, "personal": {"mean": mean}, "num_evaluation_left_out": num}
+        for n, mean, num in ((1, 0.5, 0), (2, 0.9, 1), (3, 0.6, 1))
     ]
-    found = History(lines)
+    clients = [
+        {"round": 2, "evaluation_left_out": {"a": "personal-loss is nan, not finite"}},
+        {"round": 3, "evaluation_left_out": {"a": "no answer"}},
+    ]
+    found = History(lines, clients)
     assert (found.num_not_evaluated, found.rounds_partial) == (2, 1)
     assert measure(found, "personal.mean", parse_take("best"), 3, 1.0) == pytest.approx(60)
     for take in ("final", "best", "mean 2", "ema 0.5"):
