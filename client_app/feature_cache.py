@@ -27,22 +27,13 @@ class FrozenFeatureCache:
 
         is_read_again: samples come up more than once, so that caching pays off.
         """
-        self.compute = torch.no_grad()(compute)
-        self.num_samples = len(ctx.train_samples)
+        self.ctx, self.compute = ctx, torch.no_grad()(compute)
         self.variants = num_variants(ctx.config.data)
-        self.client, self.networks = ctx.client, ctx.networks
-        self.budget_mb = ctx.config.train.cache_mb
-        self.is_cached = is_read_again and self.variants > 0 and self.budget_mb > 0
+        self.is_cached = is_read_again and self.variants > 0 and ctx.config.train.cache_mb > 0
         self.plan: BatchPlan | None = None  # the plan whose first `num_filled` steps are cached
         self.num_filled = 0
         self.rows: list[Tensor] = []  # one tensor for each output, [variants * num_samples, ...]
-        self.caches = ctx.caches  # of this client's round, this one among them
-        self.caches.add(self)
-
-    @property
-    def size_bytes(self) -> int:
-        """The memory that the cached outputs take."""
-        return sum(t.nbytes for t in self.rows)
+        ctx.caches.add(self)
 
     @torch.no_grad()
     def of(self, step: Step) -> list[Tensor]:
@@ -77,19 +68,20 @@ class FrozenFeatureCache:
 
     def _allocate(self, fresh: list[Tensor]) -> bool:
         """Make room for all rows like these; False if `cache-mb` does not allow it."""
-        num_rows = self.variants * self.num_samples
+        ctx, num_rows = self.ctx, self.variants * len(self.ctx.train_samples)
         needed_mb = sum(num_rows * t[0].nbytes for t in fresh) / 2**20
-        used_mb = sum(cache.size_bytes for cache in self.caches) / 2**20
-        if used_mb + needed_mb > self.budget_mb:
-            if not self.networks.has_logged_full_cache:
-                self.networks.has_logged_full_cache = True
+        left_mb = ctx.config.train.cache_mb - sum(
+            t.nbytes / 2**20 for cache in ctx.caches for t in cache.rows
+        )
+        if needed_mb > left_mb:
+            if not ctx.networks.has_logged_full_cache:
+                ctx.networks.has_logged_full_cache = True
                 log.info(
                     "%s: the representations of a frozen model take %.1f MB, and %.1f of cache-mb "
-                    "= %d are left: they are computed again in every epoch (logged once a run)",
-                    self.client,
+                    "are left: they are computed again in every epoch (logged once a run)",
+                    ctx.client,
                     needed_mb,
-                    self.budget_mb - used_mb,
-                    self.budget_mb,
+                    left_mb,
                 )
             self.is_cached = False
             return False

@@ -172,7 +172,7 @@ def test_representations_beyond_cache_mb_are_computed_again_and_logged_once(
         (line,) = said
         assert "client-0000: " in line
         assert "take 0.6 MB" in line
-        assert "0.4 of cache-mb = 1 are left" in line
+        assert "0.4 of cache-mb are left" in line
     else:
         assert not said
     assert_close(update.arrays, without_cache().arrays, rtol=0, atol=1e-6)
