@@ -36,9 +36,10 @@ from client_app.setup import device_for, forget_sources, representation_width
 from client_app.site_privacy import charge_release, check_limits, is_site
 from client_app.state import StateFolder
 from flower_adapter import GPU_LOST
+from protocol.array_records import tensors
+from protocol.arrays import Arrays, all_finite, mismatch
 from protocol.files import private_files
 from protocol.messages import (
-    Arrays,
     EvaluateRequest,
     PreflightRequest,
     RosterEntry,
@@ -46,16 +47,13 @@ from protocol.messages import (
     RoundRequest,
     TrainReply,
     TrainRequest,
-    all_finite,
     find_record,
     get_record,
     last_accepted_round_of,
     machine_content,
-    mismatch,
     read_request,
     reply_content,
     roster_content,
-    tensors,
 )
 from protocol.simulated import joined_reply, split_content
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from client_app.round import RoundContext
 from models import StagedModel
+from protocol.arrays import Arrays
 from protocol.config import RunConfig
-from protocol.messages import Arrays
 
 
 @dataclass(frozen=True)

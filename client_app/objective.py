@@ -20,7 +20,7 @@ from client_app.round import RoundContext
 from client_app.samples import Duration, Step
 from client_app.trainer import Descent, copy_of, fit
 from models import StagedModel
-from protocol.messages import Arrays
+from protocol.arrays import Arrays
 from protocol.options import key_of, one_of, option
 
 

@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 
 from client_app.round import RoundContext
+from protocol.arrays import Arrays
 from protocol.discrete_gaussian import Words, discrete_gaussian
-from protocol.messages import Arrays
 from protocol.privacy import granularity, noise_sigma
 
 

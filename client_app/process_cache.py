@@ -14,8 +14,9 @@ from client_app.samples import Pixels, Samples
 from client_app.setup import build_network, device_for, placed
 from client_app.site_privacy import is_site
 from models import StagedModel
+from protocol.arrays import Arrays
 from protocol.config import RunConfig
-from protocol.messages import Arrays, DatasetSpec, RoundRequest
+from protocol.messages import DatasetSpec, RoundRequest
 from protocol.processes import keep_freed_memory
 
 # At import: OMP_NUM_THREADS, which Ray sets to a client's share, or all cores.

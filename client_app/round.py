@@ -13,8 +13,9 @@ from torch import Tensor
 from client_app.precision import resolved
 from client_app.samples import BatchPlan, Samples, Step, batch_size_for
 from models import StagedModel
+from protocol.arrays import Arrays
 from protocol.config import RunConfig
-from protocol.messages import Arrays, DatasetSpec
+from protocol.messages import DatasetSpec
 from protocol.seeds import seed_of
 
 

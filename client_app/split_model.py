@@ -10,7 +10,7 @@ from client_app.round import RoundContext
 from client_app.samples import Duration, Step
 from client_app.trainer import Descent, fit
 from models import StagedModel
-from protocol.messages import Arrays
+from protocol.arrays import Arrays
 
 
 def head_of(model: StagedModel) -> Arrays:

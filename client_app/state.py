@@ -19,8 +19,8 @@ from pathlib import Path
 
 from safetensors.torch import load
 
+from protocol.arrays import Arrays
 from protocol.files import RESET_FILE, STATE_FILE, digest, remove_parts, write_atomically
-from protocol.messages import Arrays
 from protocol.packing import packed_pieces
 
 log = logging.getLogger("keel.client")

@@ -18,7 +18,7 @@ from client_app.round import RoundContext
 from client_app.samples import BatchPlan, Duration, Step
 from client_app.sgd import SGD
 from models import StagedModel
-from protocol.messages import Arrays
+from protocol.arrays import Arrays
 
 MAX_TRACED = 100  # steps whose loss terms can be read one by one after training
 

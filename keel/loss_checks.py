@@ -13,7 +13,7 @@ from client_app.objective import LocalObjective, ObjectiveLoss
 from client_app.samples import Pixels, Step
 from client_app.setup import model_for, open_source
 from keel.method_subject import NotApplicable, Subject, require
-from protocol.messages import Arrays
+from protocol.arrays import Arrays
 
 
 @contextlib.contextmanager

@@ -36,10 +36,10 @@ from keel.method_subject import (
     require,
 )
 from models import StagedModel
+from protocol.arrays import Arrays
 from protocol.catalogue import app_folder, method_stem
 from protocol.code import line_in_method
 from protocol.config import default_config, resolve_config
-from protocol.messages import Arrays
 from protocol.models import MODELS
 from protocol.options import ConfigError, OptionValue, keys_of, parse_options
 from server_app.inline import run_inline

@@ -13,8 +13,9 @@ from client_app.methods import method_of
 from client_app.process_cache import ProcessCache
 from client_app.round import RoundContext
 from client_app.setup import dataset_spec_of, model_for, open_source
+from protocol.arrays import Arrays
 from protocol.config import RunConfig, resolve_config
-from protocol.messages import Arrays, TrainRequest
+from protocol.messages import TrainRequest
 from protocol.options import OptionValue
 from protocol.packing import DTYPES
 from server_app.inline import run_inline

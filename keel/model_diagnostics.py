@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from client_app.setup import build_network, device_or_cpu, open_source, placed
 from client_app.state import version_name
 from models import StagedModel
+from protocol.arrays import Arrays, mismatch
 from protocol.files import digest, write_atomically
-from protocol.messages import Arrays, mismatch
 from protocol.text import in_one_line, shortened
 from server_app.diagnostics.comparison import Comparison, chosen_diagnostics, probe_of
 from server_app.diagnostics.plots import plot_models

@@ -14,34 +14,22 @@ A message for several clients of a simulation is in simulated.py.
 """
 
 import json
-import math
 import re
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Annotated, Any, TypeVar
 
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
-from safetensors import SafetensorError
-from safetensors.torch import load
-from torch import Tensor
 
+from protocol.array_records import HandedArrays, array_record, tensors
+from protocol.arrays import Arrays
 from protocol.code import code_digest
 from protocol.config import RunConfig, config_from_json, keel_version
-from protocol.lazy_array import LazyArray
-from protocol.packing import Pieces, Shapes, packed_pieces, packed_size
-from protocol.text import check_client_name, in_one_line, num_of
+from protocol.text import check_client_name, in_one_line
 
-Arrays = dict[str, Tensor]
-# what reading a damaged safetensors file raises
-UNREADABLE = (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
-PACKED = "keel.safetensors"  # `Array.stype` of what `array_record` makes
-MAX_HEADER_BYTES = 2**22  # names, shapes and offsets of some ten thousand tensors
 MAX_ROSTER_CHARACTERS = 2**20  # of a roster entry as JSON
 MAX_METRICS = 256  # of a reply
-MAX_INTEGER = 2**40  # of a counter
 METRIC_NAME = re.compile(r"(?!loss\.+\Z)[A-Za-z0-9._-]{1,64}")  # "loss/.." ends MLflow's round
 MAX_TEXT = 200  # characters of a text in a roster entry
 MAX_COUNTS = 100_000  # entries of a list in a roster entry
@@ -253,82 +241,6 @@ def last_accepted_round_of(message: Message) -> int:
     return int(get_record(message.content, "client", ConfigRecord)["counted-round"])  # type: ignore[arg-type]
 
 
-def names_of(names: Iterable[str]) -> dict[str, str]:
-    """The metadata of packed arrays: their names in order, which safetensors changes."""
-    return {"names": json.dumps([*names])}
-
-
-@lru_cache(maxsize=16)  # the same in every message of a run
-def size_of(shapes: Shapes) -> int:
-    """Bytes of packed arrays of these names, dtypes and shapes."""
-    return packed_size(shapes, names_of(name for name, *_ in shapes))
-
-
-class HandedArrays(LazyArray):
-    """Tensors as one Flower array; it makes its bytes once they are read, to leave the process."""
-
-    def __init__(self, arrays: Arrays) -> None:
-        self.__dict__["arrays"] = {
-            name: (array.detach() if array.requires_grad else array).cpu().contiguous()
-            for name, array in arrays.items()
-        }
-        super().__init__("uint8", PACKED)
-
-    def pieces(self) -> Pieces:
-        """The bytes in pieces: the tensors' own memory."""
-        arrays: Arrays = self.__dict__["arrays"]
-        return packed_pieces(arrays, names_of(arrays))
-
-    @cached_property
-    def size_bytes(self) -> int:
-        """The number of bytes, without making them."""
-        arrays: Arrays = self.__dict__["arrays"]
-        return size_of(tuple((name, a.dtype, a.shape) for name, a in arrays.items()))
-
-
-def array_record(arrays: Arrays, name: str = "arrays") -> ArrayRecord:
-    """Tensors as one Flower array called `name`, in the safetensors format; do not modify them.
-
-    A SuperLink stores two objects for each Flower array, at ten or more database statements an
-    object: sent one by one, a network's arrays would be most of the cost of a round in deployment.
-    """
-    record = ArrayRecord()
-    if arrays:
-        record[name] = HandedArrays(arrays)  # the constructor would make a copy of its bytes
-    return record
-
-
-def joined(*records: ArrayRecord) -> ArrayRecord:
-    """One record with the arrays of all."""
-    whole = ArrayRecord()
-    for record in records:
-        for name, array in record.items():
-            whole[name] = array
-    return whole
-
-
-def tensors(record: ArrayRecord | None) -> Arrays:
-    """The tensors in a record, in their order; {} for none. Do not modify them.
-
-    A record that was made in this process has the sender's tensors. Bytes sent by a client may
-    raise any exception here, not only ValueError.
-    """
-    found: Arrays = {}
-    for name, array in (record or {}).items():
-        if isinstance(array, HandedArrays):
-            found |= array.__dict__["arrays"]
-            continue
-        length = int.from_bytes(array.data[:8], "little")
-        if array.stype != PACKED or length > MAX_HEADER_BYTES:
-            raise ValueError(f"{name!r} holds no arrays packed by Keel")
-        names = json.loads(json.loads(array.data[8 : 8 + length])["__metadata__"]["names"])
-        values = load(array.data)
-        if set(names) != values.keys() or values.keys() & found.keys():
-            raise ValueError(f"{name!r} holds other arrays than it names")
-        found |= {key: values[key] for key in names}
-    return found
-
-
 def reply_content(reply: TrainReply) -> RecordDict:
     """The content of an answer to train or evaluate."""
     return RecordDict(
@@ -478,75 +390,3 @@ def record_bytes(record: ArrayRecord | MetricRecord | ConfigRecord) -> int:
         len(name) + (array.size_bytes if isinstance(array, HandedArrays) else len(array.data))
         for name, array in record.items()
     )
-
-
-def all_finite(arrays: Arrays) -> bool:
-    """Whether no array holds a NaN or an infinity."""
-    return all(is_finite(a) for a in arrays.values() if a.is_floating_point())
-
-
-def is_finite(array: Tensor) -> bool:
-    """Whether a floating array holds no NaN and no infinity."""
-    return all(map(math.isfinite, extremes(array)))
-
-
-def extremes(array: Tensor) -> tuple[float, float]:
-    """(smallest, largest) value, both NaN if one is; (0, 0) of none. One pass over the memory.
-
-    Client and server ask the same of an array: the answer is stored with it until it changes.
-    """
-    version, *found = getattr(array, "keel_extremes", (None,))
-    if version != array._version:
-        low, high = array.detach().aminmax() if array.numel() else (0, 0)
-        found = [float(low), float(high)]
-        array.keel_extremes = (array._version, *found)  # type: ignore[attr-defined]
-    return found[0], found[1]
-
-
-def limit_of(name: str, array: torch.Tensor, limits: Mapping[str, float]) -> float:
-    """The largest magnitude of a value in this array, of which `limits` has the floating ones."""
-    return limits[name] if array.is_floating_point() else MAX_INTEGER
-
-
-def out_of_range(arrays: Arrays, limits: Mapping[str, float]) -> str:
-    """The array with a value above its limit, or a negative variance or count; "" for none."""
-    for name, array in arrays.items():
-        if not array.numel():
-            continue
-        low, high = extremes(array)
-        if name.endswith("running_var") and low < 0:
-            return f"array {name!r} holds negative variances"
-        if name.endswith("num_batches_tracked") and low < 0:
-            return f"array {name!r} holds negative counts"
-        largest = max(high, -low)
-        bound = limit_of(name, array, limits)
-        if not largest <= bound:
-            return (
-                f"array {name!r} holds {largest:.4g}: the bound on values is {bound:.4g}; lower lr "
-                "or the method's own learning rates if training diverges"
-            )
-    return ""
-
-
-def mismatch(arrays: Arrays, expected: Arrays, with_values: bool = True) -> str:
-    """What is wrong with these arrays; "" if names, shapes and dtypes agree and all are finite.
-
-    with_values: also check that the values are finite.
-    """
-    missing = sorted(expected.keys() - arrays.keys())
-    if missing:
-        return f"array {missing[0]!r} is missing ({len(missing)} of {len(expected)})"
-    unknown = sorted(arrays.keys() - expected.keys())
-    if unknown:
-        return f"array {unknown[0]!r} is unknown ({len(unknown)} too many)"
-    for name, like in expected.items():
-        got = arrays[name]
-        if got.shape != like.shape:
-            return f"array {name!r} is {list(got.shape)}, expected {list(like.shape)}"
-        if got.dtype != like.dtype:
-            return f"array {name!r} is {got.dtype}, expected {like.dtype}"
-        if with_values and got.is_floating_point() and not is_finite(got):
-            num = int((~got.isfinite()).sum())
-            is_or_are = "is" if num == 1 else "are"
-            return f"array {name!r} holds {num_of('value', num)} that {is_or_are} not finite"
-    return ""

@@ -10,14 +10,8 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Error, RecordDict
 
-from protocol.messages import (
-    array_record,
-    find_record,
-    get_record,
-    joined,
-    message_content,
-    tensors,
-)
+from protocol.array_records import array_record, joined, tensors
+from protocol.messages import find_record, get_record, message_content
 
 REPLY_RECORDS = ("reply", "arrays", "extra", "metrics")
 

@@ -7,8 +7,10 @@ from collections.abc import Sequence, Set
 from flwr.app import Message, MessageType
 
 import client_app.evaluation
+from protocol.array_records import array_record
+from protocol.arrays import Arrays
 from protocol.config import RoundsConfig
-from protocol.messages import Arrays, EvaluateRequest, TrainReply, array_record, request_record
+from protocol.messages import EvaluateRequest, TrainReply, request_record
 from server_app.history import Line
 from server_app.question import Question
 from server_app.record import client_fields

@@ -12,9 +12,10 @@ from client_app.samples import Samples
 from client_app.setup import dataset_spec_of, device_for, model_for, open_source, pixels_of, placed
 from data.sources import Source
 from models import StagedModel
+from protocol.arrays import Arrays
 from protocol.code import place_of
 from protocol.config import RunConfig
-from protocol.messages import Arrays, DatasetSpec
+from protocol.messages import DatasetSpec
 from server_app.diagnostics.monitor import Monitor
 from server_app.pool import Pool
 from server_app.roster import Clients, clients_of, roster_warnings

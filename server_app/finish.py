@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from client_app.setup import pixels_of
+from protocol.arrays import Arrays
 from protocol.code import line_in_method
-from protocol.messages import Arrays
 from protocol.privacy import privacy_statement
 from protocol.ray_nodes import devices_by_node
 from server_app.diagnostics.plots import plot_rounds

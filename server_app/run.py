@@ -13,15 +13,10 @@ from logging.handlers import MemoryHandler
 import torch
 from flwr.app import Message
 
+from protocol.array_records import array_record, tensors
+from protocol.arrays import Arrays, all_finite
 from protocol.files import digest, private_files
-from protocol.messages import (
-    Arrays,
-    TrainRequest,
-    all_finite,
-    array_record,
-    request_record,
-    tensors,
-)
+from protocol.messages import TrainRequest, request_record
 from protocol.options import OptionValue
 from server_app.evaluation import (
     divergence_advice,

@@ -18,9 +18,9 @@ from safetensors import safe_open
 from client_app.methods import method_of
 from client_app.node_config import RUN_NAME
 from client_app.state import NUM_CHECKPOINTS
+from protocol.arrays import UNREADABLE, Arrays, mismatch
 from protocol.config import RunConfig, keel_home, resolve_config
 from protocol.files import append_line, digest, full_path, remove_parts, write_atomically
-from protocol.messages import UNREADABLE, Arrays, mismatch
 from protocol.options import OptionValue
 from protocol.packing import Pieces, packed_pieces
 from protocol.text import num_of

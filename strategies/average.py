@@ -18,18 +18,11 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from models import StagedModel
+from protocol.array_records import array_record, joined, tensors
+from protocol.arrays import Arrays, mismatch
 from protocol.code import place_of
 from protocol.config import RunConfig
-from protocol.messages import (
-    Arrays,
-    RosterEntry,
-    TrainReply,
-    array_record,
-    joined,
-    message_content,
-    mismatch,
-    tensors,
-)
+from protocol.messages import RosterEntry, TrainReply, message_content
 from protocol.text import num_of
 from strategies.aggregation import capped_counts, coordinate_wise, selected, with_enough_replies
 from strategies.cohort import Cohort

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from protocol.messages import Arrays, limit_of
+from protocol.arrays import Arrays, limit_of
 
 SUM_BITS = 62  # of an int64; the other two are its sign and one bit of headroom
 PIECE = 2**15  # values that are added at a time; they fit into the cache

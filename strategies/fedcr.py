@@ -12,8 +12,9 @@ from typing import ClassVar
 import torch
 
 from models import StagedModel
+from protocol.arrays import Arrays
 from protocol.config import RunConfig
-from protocol.messages import Arrays, TrainReply
+from protocol.messages import TrainReply
 from strategies.average import Average
 from strategies.validation import MAX_VALUE_RATIO
 

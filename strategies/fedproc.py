@@ -10,8 +10,9 @@ from typing import ClassVar
 import torch
 
 from models import StagedModel
+from protocol.arrays import Arrays
 from protocol.config import RunConfig
-from protocol.messages import Arrays, TrainReply
+from protocol.messages import TrainReply
 from strategies.average import Average
 from strategies.prototypes import Prototypes, capped_scales, check_counts
 

@@ -9,8 +9,9 @@ Client half: client_app/methods/fedreco.py.
 from typing import ClassVar
 
 from models import StagedModel
+from protocol.arrays import Arrays
 from protocol.config import RunConfig
-from protocol.messages import Arrays, TrainReply
+from protocol.messages import TrainReply
 from strategies.average import Average
 
 

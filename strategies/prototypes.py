@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from protocol.messages import Arrays, RosterEntry, TrainReply
+from protocol.arrays import Arrays
+from protocol.messages import RosterEntry, TrainReply
 
 
 class Prototypes:

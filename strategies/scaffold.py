@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from models import StagedModel
+from protocol.arrays import Arrays
 from protocol.config import RunConfig
-from protocol.messages import Arrays, TrainReply
+from protocol.messages import TrainReply
 from strategies.aggregation import capped_counts
 from strategies.average import Average
 

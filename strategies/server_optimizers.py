@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from protocol.arrays import Arrays
 from protocol.config import RunConfig
-from protocol.messages import Arrays
 from protocol.server_optimizers import FedACGOptions, FedAdamOptions, FedAvgMOptions
 
 

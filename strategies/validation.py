@@ -25,8 +25,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from protocol.arrays import Arrays, extremes, mismatch, out_of_range
 from protocol.config import PrivacyConfig, RoundsConfig
-from protocol.messages import Arrays, TrainReply, extremes, mismatch, out_of_range
+from protocol.messages import TrainReply
 from protocol.privacy import noise_sigma
 
 log = logging.getLogger("keel.server")

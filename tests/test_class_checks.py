@@ -4,14 +4,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
-from method_fixtures import METHODS
 
+from client_app.methods import method_class
 from client_app.objective import LocalObjective
 from keel.class_checks import class_problems, function_problems
+from protocol.catalogue import method_names
 from protocol.config import default_config
 from protocol.options import at_least, keys_of, option
 from strategies import Average, server_half
 
+METHODS = {name: method_class(name) for name in method_names()}
 NAMES = {
     "dataclass": dataclass,
     "ClassVar": ClassVar,

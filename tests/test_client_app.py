@@ -38,10 +38,10 @@ from client_app.process_cache import ProcessCache
 from client_app.setup import build_network, client_indices, open_source, pixels_of
 from client_app.state import StateFolder
 from flower_adapter import GPU_LOST
+from protocol.array_records import array_record
 from protocol.messages import (
     RESET_NEEDED,
     TrainRequest,
-    array_record,
     message_content,
     read_reply,
     read_roster,

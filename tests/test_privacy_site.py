@@ -26,15 +26,14 @@ from client_app.site_privacy import (
     check_limits,
     site_limits,
 )
+from protocol.array_records import array_record, tensors
 from protocol.config import config_from_json
 from protocol.messages import (
     PreflightRequest,
     TrainRequest,
-    array_record,
     message_content,
     request_record,
     simulated_content,
-    tensors,
 )
 from protocol.privacy import composed_epsilon, noise_multiplier
 

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from method_fixtures import METHODS
 
 import protocol.config
 from client_app.methods import method_of
+from protocol.catalogue import classes as METHODS
 from protocol.config import (
     DataConfig,
     ModelConfig,

@@ -10,17 +10,16 @@ from flwr.app import Array, ArrayRecord, Message, RecordDict
 from run_fixtures import FACTS
 
 from flower_adapter import begin_task, from_bytes, to_bytes
+from protocol.array_records import array_record, tensors
+from protocol.arrays import all_finite, out_of_range
 from protocol.config import resolve_config
 from protocol.messages import (
     RosterEntry,
     RosterRequest,
     TrainReply,
     TrainRequest,
-    all_finite,
-    array_record,
     last_accepted_round_of,
     message_content,
-    out_of_range,
     payload_bytes,
     read_reply,
     read_request,
@@ -28,7 +27,6 @@ from protocol.messages import (
     reply_content,
     request_record,
     roster_content,
-    tensors,
 )
 from protocol.packing import DTYPES, packed_pieces
 

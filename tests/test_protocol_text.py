@@ -12,13 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_protocol_messages import message
 
+from protocol.array_records import PACKED, array_record
 from protocol.messages import (
     MAX_METRICS,
     MAX_ROSTER_CHARACTERS,
-    PACKED,
     RosterEntry,
     TrainReply,
-    array_record,
     payload_bytes,
     read_reply,
     read_roster,
@@ -225,7 +224,7 @@ def test_a_reply_over_its_size_is_rejected_before_its_arrays_are_read(monkeypatc
     sent = message(reply_content(TrainReply("a", 1, {"a": torch.ones(3)}, {}, {"n": math.nan})))
     size = payload_bytes(sent)
     assert read_reply(sent, size).round == 1
-    monkeypatch.setattr("protocol.messages.tensors", lambda record: pytest.fail("read"))
+    monkeypatch.setattr("protocol.array_records.tensors", lambda record: pytest.fail("read"))
     with pytest.raises(ValueError, match=str(size)):
         read_reply(sent, size - 1)
 

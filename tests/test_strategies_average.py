@@ -12,17 +12,16 @@ from run_fixtures import FACTS, answer, same_bits, sent
 from torch import nn
 
 from flower_adapter import assign_source_node
+from protocol.array_records import array_record, tensors
 from protocol.config import resolve_config
 from protocol.messages import (
     RESET_NEEDED,
     RosterEntry,
     TrainReply,
     TrainRequest,
-    array_record,
     last_accepted_round_of,
     read_request,
     request_record,
-    tensors,
 )
 from strategies.average import Average, TooFewRepliesError
 

@@ -10,8 +10,9 @@ from flwr.serverapp.strategy import FedAvgM
 from run_fixtures import FACTS, answer, random_arrays, same_bits, sent
 from torch import Tensor, nn
 
+from protocol.array_records import array_record, tensors
 from protocol.config import resolve_config
-from protocol.messages import RosterEntry, TrainReply, TrainRequest, array_record, tensors
+from protocol.messages import RosterEntry, TrainReply, TrainRequest
 from protocol.messages import request_record as record_of
 from protocol.server_optimizers import FedACGOptions, FedAdamOptions, FedAvgMOptions
 from strategies.average import Average

@@ -28,7 +28,7 @@ from client_app.round import RoundContext
 from client_app.samples import Duration
 from client_app.trainer import copy_of, fit
 from models import StagedModel
-from protocol.messages import Arrays
+from protocol.arrays import Arrays
 from protocol.options import at_least, option
 
 

@@ -15,7 +15,7 @@ from client_app.methods.fedavg import FedAvg
 from client_app.round import RoundContext
 from client_app.split_model import fit_part
 from models import StagedModel
-from protocol.messages import Arrays
+from protocol.arrays import Arrays
 from protocol.options import at_least, one_of, option
 
 

@@ -36,7 +36,7 @@ from client_app.samples import Duration, Step
 from client_app.split_model import extractor_of, head_of, unfreeze, with_own_head
 from client_app.trainer import fit
 from models import StagedModel
-from protocol.messages import Arrays
+from protocol.arrays import Arrays
 from protocol.options import at_least, between, option
 
 smallest = 1e-8  # standard deviations shrink like 1 / sqrt(samples): keep their logarithms finite

@@ -30,7 +30,7 @@ from client_app.samples import Duration
 from client_app.split_model import extractor_of, fit_part, head_of, unfreeze, with_own_head
 from client_app.trainer import fit
 from models import StagedModel
-from protocol.messages import Arrays
+from protocol.arrays import Arrays
 from protocol.options import at_least, more_than, option
 
 

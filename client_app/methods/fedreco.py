@@ -33,7 +33,7 @@ from client_app.round import RoundContext
 from client_app.samples import Duration
 from client_app.trainer import copy_of, fit
 from models import Extractor, StagedModel
-from protocol.messages import Arrays
+from protocol.arrays import Arrays
 from protocol.options import any_text, at_least, duration, option, parse_duration
 
 

@@ -20,7 +20,7 @@ from client_app.method import Method, Update
 from client_app.round import RoundContext
 from client_app.split_model import extractor_of, fit_part, head_of, with_own_head
 from models import StagedModel
-from protocol.messages import Arrays
+from protocol.arrays import Arrays
 from protocol.options import at_least, option
 
 

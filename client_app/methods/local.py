@@ -13,7 +13,7 @@ from client_app.round import RoundContext
 from client_app.split_model import fit_part
 from client_app.trainer import copy_of
 from models import StagedModel
-from protocol.messages import Arrays
+from protocol.arrays import Arrays
 
 
 @dataclass(frozen=True)

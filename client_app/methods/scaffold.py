@@ -37,8 +37,8 @@ from client_app.objective import LocalObjective, minimise
 from client_app.round import RoundContext
 from client_app.samples import batch_size_for
 from client_app.trainer import copy_of
+from protocol.arrays import Arrays
 from protocol.config import RunConfig
-from protocol.messages import Arrays
 from protocol.options import more_than, one_of, option
 
 log = logging.getLogger("keel.client")

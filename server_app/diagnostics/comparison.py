@@ -19,8 +19,8 @@ from client_app.setup import pixels_of
 from client_app.similarity import linear_view
 from data.sources import Source
 from models import StagedModel
+from protocol.arrays import Arrays
 from protocol.config import DIAGNOSTICS, RunConfig, names_in, refuse_unknown
-from protocol.messages import Arrays
 from protocol.seeds import seed_of
 from server_app.diagnostics.measures import (
     between_class_trace,

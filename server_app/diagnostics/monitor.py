@@ -12,8 +12,9 @@ from client_app.setup import build_network
 from client_app.state import newest_state
 from data.sources import Source
 from models import StagedModel
+from protocol.arrays import Arrays
 from protocol.config import RunConfig
-from protocol.messages import Arrays, TrainReply
+from protocol.messages import TrainReply
 from server_app.diagnostics.comparison import (
     NUM_PROBE_SAMPLES,
     Comparison,

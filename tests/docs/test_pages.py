@@ -14,7 +14,7 @@ import pytest
 import flower_adapter
 from keel.cli import main as command_line
 from keel.deployment import credentials
-from protocol import discrete_gaussian, messages, privacy
+from protocol import arrays, discrete_gaussian, messages, privacy
 from protocol.config import default_config
 from server_app import record, sites
 from strategies import validation
@@ -139,7 +139,7 @@ bounds = {
         ("the expected arrays, plus {} KiB for each and {} MiB", ARRAY, RECORD),
         ("each with up to {} MiB of memory", 2 * MAX_OBJECT),
         ("at most {} times the largest of the same array", validation.MAX_VALUE_RATIO),
-        ("integer arrays up to 2^{}", log2(messages.MAX_INTEGER)),
+        ("integer arrays up to 2^{}", log2(arrays.MAX_INTEGER)),
         ("at most 2^{} away from what was sent", log2(validation.MAX_COUNTER_CHANGE)),
         ("| metrics | {}, with names of 1 to 64", messages.MAX_METRICS),
         ("records at most {} loss terms", record.MAX_LOSS_TERMS),

@@ -17,8 +17,8 @@ from client_app.process_cache import ProcessCache
 from client_app.samples import Samples
 from client_app.setup import dataset_spec_of, model_for, open_source, pixels_of
 from client_app.state import StateFolder
+from protocol.array_records import tensors
 from protocol.config import resolve_config
-from protocol.messages import tensors
 from server_app.checks import config_warnings
 from server_app.inline import run_inline
 from server_app.load_model import load_model

@@ -17,7 +17,8 @@ from run_fixtures import (
 )
 
 import client_app.handlers
-from protocol.messages import read_reply, reply_content, tensors
+from protocol.array_records import tensors
+from protocol.messages import read_reply, reply_content
 from server_app.inline import run_inline
 
 NUM_CLIENTS, BAD, BAD_CLIENT, BAD_ROUND = 4, 1, "client-0001", 2
