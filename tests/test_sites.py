@@ -204,6 +204,13 @@ def test_a_site_that_goes_away_and_returns_is_asked_again(sites, fleet, new_node
     assert sites.roster[new_node] == entry("b")
 
 
+def test_a_site_that_goes_away_twice_misses_the_round(sites, fleet):
+    fleet.script[2] = ["gone", "gone"]
+    fleet.at[fleet.now + 5] = lambda: fleet.nodes.update({2: entry("b")})
+    assert train(sites, 1, 2) == (set(), {1: 1, 2: ErrorCode.UNKNOWN}, [2])
+    assert fleet.now < 10
+
+
 def test_a_site_that_stays_away_costs_half_a_minute(sites, fleet):
     del fleet.nodes[2]
     assert train(sites, 1, 2) == (set(), {1: 1, 2: ErrorCode.UNKNOWN}, [])
