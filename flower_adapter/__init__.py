@@ -1,10 +1,9 @@
 """What Keel uses of Flower 1.39 beyond its public API, and every patch of Flower's processes.
 
 No other module of Keel imports from `flwr` anything but `flwr.app`, `flwr.serverapp` and its
-`strategy`, `flwr.clientapp` and `flwr.__version__`; the benchmark of Flower itself also calls
-`flwr.simulation.run_simulation`. Each entry says what it replaces, why, and the public way
-if there is one; tests/test_flower_adapter.py and tests/test_flower_processes.py check each against
-the installed Flower.
+`strategy`, `flwr.clientapp`, `flwr.simulation` and `flwr.__version__`. Each entry says what it
+replaces, why, and the public way if there is one; tests/test_flower_adapter.py and
+tests/test_flower_processes.py check each against the installed Flower.
 
 This module is cheap to import and free of torch. The patched processes have a module each:
 
@@ -12,8 +11,6 @@ This module is cheap to import and free of torch. The patched processes have a m
     objects.py       whether a message has arrived whole
     supernode.py     flower-supernode that polls quickly and answers every message
     superexec.py     flower-superexec that forks ClientApps instead of starting a Python for each
-    simulation.py    the way from the ServerApp of a simulation to its workers
-    ray_backend.py   Flower's simulation, on a Ray cluster too, with workers that are replaced
     serverapp.py     flwr-serverapp that installs the app whole
     app_install.py   installs an app whole, or again, and runs nothing but its code
     aggregation.py   functions of Flower's robust strategies
@@ -72,18 +69,12 @@ NotPushedError = ObjectPushError  # of `push_messages`: its session at the Super
 
 
 def is_in_process_grid(grid: object) -> bool:
-    """Whether all nodes exist from the start and none can leave or return: a simulation.
+    """Whether this is the grid of a simulation, whose nodes are all there from the start.
 
     Replaces nothing. Flower gives a ServerApp no public way to tell a simulation's grid from a
     deployment's: its class is recognised by name, as importing it would load the whole SuperLink.
-    Grids of our own say it with an attribute `is_in_process`.
     """
-    return bool(getattr(grid, "is_in_process", type(grid).__name__ == "InMemoryGrid"))
-
-
-def has_own_clients(grid: object) -> bool:
-    """Whether the clients run in this process, as those of the inline engine's grid do."""
-    return bool(getattr(grid, "has_own_clients", False))
+    return type(grid).__name__ == "InMemoryGrid"
 
 
 def bound_superlink_retries(grid: object, seconds: float) -> None:
@@ -176,7 +167,7 @@ def bound_pulls(grid: object, max_bytes: int) -> None:
     Of several bounds the largest holds, as clients may be queried while others train.
     """
     module = sys.modules[type(grid).__module__]
-    if is_in_process_grid(grid) or "pull_objects" not in vars(module):
+    if "pull_objects" not in vars(module):  # a grid of a test
         return
     if not isinstance(module.pull_objects, BoundedPull):
         replace(module, "pull_objects", BoundedPull(pull_objects), pull_objects)

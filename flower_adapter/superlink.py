@@ -32,21 +32,14 @@ memory before it checks the key. No object of Flower's is larger than `MAX_OBJEC
 Replaces `HEARTBEAT_PATIENCE` of tasks. Why: Flower ends the run of a ServerApp that was stopped for
 a minute. Here it has three.
 
-Replaces `get_middleware` of Flower's `extensions` for `--simulation`. Why: that SuperLink has no
-accounts, so any user of the machine could start runs there, with the rights of the user who started
-it. Here it answers only that user's processes.
-
 Needs `--database`: with any other state, this is Flower's SuperLink.
 """
 
 import logging
-import os
-import socket
 import sys
 import time
 from collections import Counter
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from flwr.app import Message
@@ -78,13 +71,9 @@ from flwr.supercore.object_store import ObjectStore
 from flwr.supercore.state.schema.corestate_models import Task as TaskRow
 from flwr.supercore.state.schema.linkstate_models import MessageIns, MessageRes, Node
 from flwr.supercore.utils import int64_to_uint64, uint64_to_int64
-from flwr.superlink import extensions
 from flwr.superlink.cli.flower_superlink import flower_superlink
 from flwr.superlink.servicer.runtime import runtime_handlers
 from sqlalchemy import exists, select, update
-from starlette.middleware import Middleware
-from starlette.responses import PlainTextResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flower_adapter import MAX_OBJECT_BYTES, FlowerChanged, replace
 from flower_adapter.objects import is_complete
@@ -269,42 +258,6 @@ class PatientLinkState(SqlLinkState):
         return super().get_message_res(message_ids, run_id)
 
 
-# Linux: IPv4 connections, with the user of the end on this machine
-TCP_TABLE = Path("/proc/net/tcp")
-
-
-def user_of(client: tuple[str, int], server: tuple[str, int]) -> int | None:
-    """The id of the user at the client's end of an open connection; None if there is none.
-
-    Both ends are on this machine. The table has 0, root's id, for an end that was closed.
-    """
-    ends = [
-        f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"
-        for host, port in (client, server)
-    ]
-    for line in TCP_TABLE.read_text().splitlines():
-        _, local, remote, state, _, _, _, user, *_ = line.split()
-        if [local, remote, state] == [*ends, "01"]:  # 01: established
-            return int(user)
-    return None
-
-
-class OwnUserOnly:
-    """Refuses the requests of other users."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
-        is_request = scope["type"] != "lifespan"
-        if is_request and user_of(scope["client"], scope["server"]) != os.getuid():
-            log.warning("a request of another user: refused")
-            await PlainTextResponse("refused: another user's SuperLink", 403)(scope, receive, send)
-            return
-        await self.app(scope, receive, send)
-
-
 def main() -> None:
     """As `flower-superlink`, with the same options."""
     if vars(fleet_servicer).get("message_handler") is not message_handler:
@@ -318,7 +271,4 @@ def main() -> None:
     replace(sql_corestate, "HEARTBEAT_PATIENCE", task_patience, HEARTBEAT_PATIENCE)
     cli = sys.modules[flower_superlink.__module__]
     replace(cli, "GRPC_MAX_MESSAGE_LENGTH", 2 * MAX_OBJECT_BYTES, GRPC_MAX_MESSAGE_LENGTH)
-    if "--simulation" in sys.argv and TCP_TABLE.exists():
-        found = extensions.get_middleware
-        replace(extensions, "get_middleware", lambda: (Middleware(OwnUserOnly), *found()), found)
     flower_superlink()

@@ -22,7 +22,6 @@ from typing import Any, TextIO
 from keel.cli.interrupts import uninterrupted
 from keel.cli.progress import Terminal
 from keel.deployment.reach import handshake
-from keel.deployment.simulation import last_line
 from keel.deployment.superlink import SuperLinkClient, app_directory, run_config
 from protocol.options import OptionValue
 from protocol.processes import check_not_forked, num_cores
@@ -341,3 +340,10 @@ class FlowerRun:
             )
         by_precedence = [*errors[-1:], *raised, last]
         return re.sub(r"^(.* error: |Error: )", "", by_precedence[0])
+
+
+def last_line(path: Path) -> str:
+    """The last line of a log with text in it, without the frame that Flower draws around errors."""
+    lines = path.read_text(errors="replace").split("\n") if path.exists() else []
+    texts = (line.strip(" \t\r│╭╮╰╯─") for line in reversed(lines))
+    return next(filter(None, texts), "its log is empty")

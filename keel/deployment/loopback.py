@@ -6,6 +6,7 @@ would. Not part of the image.
 """
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -19,7 +20,6 @@ from pathlib import Path
 
 from client_app.worker_client import worker_status, worker_variable
 from keel.deployment.credentials import make_credentials
-from keel.deployment.simulation import locked
 from keel.deployment.superlink import SuperLinkClient, captured, environment, free_ports, run_config
 from protocol.config import app_folder
 from protocol.files import private_files
@@ -255,6 +255,17 @@ def running(
 def partitions(count: int) -> dict[str, dict[str, OptionValue]]:
     """Clients that are partitions of the run's source, named as in simulation."""
     return {f"client-{i:04d}": {"partition-id": i, "num-partitions": count} for i in range(count)}
+
+
+@contextlib.contextmanager
+def locked(path: Path, refusal: str) -> Iterator[None]:
+    """Hold a lock on the file; ValueError with this text if another process holds it."""
+    with path.open("ab", buffering=0) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(refusal) from None
+        yield
 
 
 def state_hint(root: Path | None) -> str:

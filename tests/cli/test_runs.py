@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from keel.deployment.simulation import MARK, engine_folder
 from matplotlib.figure import Figure
 from PIL import ExifTags, Image
 from run_fixtures import history_of, summary_of, without_pictures
@@ -25,7 +26,6 @@ from keel.cli.main import main
 from keel.cli.plots import labels_of
 from keel.cli.runs import PLACES, is_flower
 from keel.cli.status import status_lines
-from keel.deployment.simulation import MARK, engine_folder
 from keel.runs import SavedRun, all_runs, differing_keys, find_run, is_locked, lock_holder
 from server_app.load_model import load_model
 from tests.tools.run_directories import append_round, line_of, make_run

@@ -2,17 +2,13 @@
 
 import os
 import resource
-import socket
 import subprocess
 import sys
-import tomllib
 
 import pytest
 from flwr.cli.utils import SUPERLINK_UNAVAILABLE_MESSAGE
 
 import keel.deployment.superlink
-from flower_adapter.superlink import user_of
-from keel.deployment.simulation import simulation_superlink
 from keel.deployment.superlink import CommandTimeout, SuperLinkClient
 from keel.deployment.superlink_server import check_database
 
@@ -96,14 +92,6 @@ def test_missing_programs_of_flower_are_named_with_what_to_do(tmp_path, monkeypa
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ValueError, match=r"^Flower's flwr not found in .*/bin or PATH: run"):
         SuperLinkClient(tmp_path, "localhost:1")
-    (python.parent / "flwr").touch(0o755)
-    missing = "flower-superlink, flower-superexec, flwr-serverapp, flwr-simulation"
-    with (
-        pytest.raises(ValueError, match=missing) as error,
-        simulation_superlink(tmp_path / "engine"),
-    ):
-        pass
-    assert f"{python} -m pip install --force-reinstall --no-deps 'flwr[" in str(error.value)
 
 
 def test_a_database_that_cannot_be_used_is_named_and_its_directory_made(tmp_path, monkeypatch):
@@ -120,33 +108,3 @@ def test_a_database_that_cannot_be_used_is_named_and_its_directory_made(tmp_path
     for name, why in (("damaged.db", "not a database"), ("file/x.db", "File exists")):
         with pytest.raises(SystemExit, match=rf"error: --database .*{name}: .*{why}"):
             check_database(["--port", "1", "--database", str(tmp_path / name)])
-
-
-def test_a_simulations_superlink_answers_its_own_user_alone(tmp_path):
-    """It has no accounts: any user of the machine could start runs, with this user's rights."""
-    script = (
-        "import os, sys, urllib.request, encodings.idna; os.setuid(int(sys.argv[1])); "
-        "urllib.request.urlopen(f'http://{sys.argv[2]}/health').close()"
-    )
-    with simulation_superlink(tmp_path / "engine") as client:
-        assert client.flwr_json("list", client.connection)["runs"] == []
-        config = (tmp_path / "engine" / "config.toml").read_text()
-        address = tomllib.loads(config)["superlink"][client.connection]["address"]
-        for user, expected in ((os.getuid(), ""), (65534, "HTTP Error 403")):
-            if os.getuid() in (0, user):
-                command = [sys.executable, "-c", script, str(user), address]
-                done = subprocess.run(command, capture_output=True, text=True, check=False)
-                assert expected in done.stderr
-                assert bool(expected) == bool(done.returncode)
-
-
-def test_the_user_at_the_other_end_of_a_connection_is_known_while_it_is_open():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        client = socket.create_connection(server.getsockname())
-        there, _ = server.accept()
-        with there:
-            ends = client.getsockname(), server.getsockname()
-            assert user_of(*ends) == os.getuid()
-            assert user_of(ends[0], ("127.0.0.1", 1)) is None  # another connection of that port
-            client.close()
-            assert user_of(*ends) is None

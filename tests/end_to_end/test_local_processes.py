@@ -11,8 +11,7 @@ from tools.processes import descendants
 
 import keel.deployment.loopback
 from keel.cli.main import main
-from keel.deployment.loopback import LocalProcess, deploy_and_run, restarting
-from keel.deployment.simulation import locked
+from keel.deployment.loopback import LocalProcess, deploy_and_run, locked, restarting
 from keel.runs import LOCK_FILE
 from protocol.config import app_folder
 
@@ -89,7 +88,7 @@ def test_a_killed_deployment_leaves_no_process_that_it_started(tmp_path):
 
 def test_a_folder_takes_one_deployment_at_a_time(tmp_path):
     with (
-        locked(tmp_path / LOCK_FILE),
+        locked(tmp_path / LOCK_FILE, ""),
         pytest.raises(ValueError, match=rf"--folder {tmp_path}"),
     ):
         deploy_and_run(app_folder, {}, 2, tmp_path, 9)
