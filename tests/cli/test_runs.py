@@ -10,13 +10,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
-from keel.deployment.simulation import MARK, engine_folder
 from matplotlib.figure import Figure
 from PIL import ExifTags, Image
 from run_fixtures import history_of, summary_of, without_pictures
@@ -191,29 +188,6 @@ def test_a_runs_files_send_the_terminal_no_control_characters(two, capsys, monke
 
 
 # --- stop ----------------------------------------------------------------------------------------
-
-
-@contextmanager
-def left_over(name: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that a killed `keel run --engine flower` of this run left behind."""
-    folder, mark = engine_folder(name), f"left-over-{name}-{os.getpid()}"
-    folder.mkdir(parents=True)
-    (folder / "mark").write_text(mark)
-    with subprocess.Popen(["sleep", "100"], env=os.environ | {MARK: mark}) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-@pytest.mark.parametrize("name", ["one", "new"])
-def test_stop_ends_the_processes_of_a_killed_keel_run(two, printed, refusal, name):
-    """Whether its run has finished, or has no run directory yet."""
-    assert name in refusal("stop", name)
-    with left_over(name) as process:
-        assert printed("stop", name).startswith(f"{name}: ")
-        assert process.wait(10)
-    assert name in refusal("stop", name)
 
 
 def test_stop_and_resume_need_no_name_where_one_run_alone_is_meant(two, refusal, monkeypatch):
