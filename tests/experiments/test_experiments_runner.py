@@ -268,10 +268,10 @@ class FakeTasks:
     def __exit__(self, *_: Any) -> None:
         return None
 
-    def submit(self, runs: Sequence[Run]) -> list[Run]:
-        self.started += [run.name for run in runs]
-        self.pending += runs
-        return list(runs)
+    def submit(self, run: Run) -> Run:
+        self.started.append(run.name)
+        self.pending.append(run)
+        return run
 
     def wait(self, seconds: float) -> list[Run]:
         return list(self.pending)
@@ -605,7 +605,7 @@ def test_updates_that_were_left_out_are_named_beside_the_number_and_the_claim(tm
 def test_runs_whose_code_is_not_recorded_are_not_judged(tmp_path):
     recipe, runs = all_run(tmp_path)
     for run in runs:
-        (run.folder / "attempt" / "manifest.json").write_text("{}")
+        (run.folder / "attempt" / "manifest.json").write_text('{"layout": 2}')
     how = options(seeds=[0, 1, 2], any_code=True)
     (claim,) = claims_of(recipe, tmp_path, how)
     assert (claim.verdict, claim.effect) == ("not tested", None)
@@ -794,7 +794,7 @@ def test_a_run_that_was_killed_counts_against_its_claim_until_it_is_repeated(tmp
     (attempt / "checkpoints" / "round-00001-ab.safetensors").touch()
     assert overrides_of(killed) == {"resume": str(attempt)}
     monkeypatch.setattr(tasks, "run_alone", lambda run: attempt)
-    assert tasks.execute([killed], code_version()) == [""]
+    assert tasks.execute(killed, code_version()) == ""
     assert not killed.note.exists()
     killed.note_failure("its process was killed")
     (attempt / "summary.json").write_text(json.dumps({"status": "finished"}))
