@@ -75,12 +75,8 @@ def without_file_names(reason: str, error: Exception, source: str) -> str:
     folder.
     """
     log_has_it = "this client's log names the file"
-    if isinstance(error, ImageFileError):
-        return f"{error.nameless} ({log_has_it})"
-    if isinstance(error, ResetNeeded):
-        return error.nameless
-    if isinstance(error, PrivacyRefused) and error.nameless:
-        return f"{error.nameless} ({log_has_it})"
+    if nameless := getattr(error, "nameless", ""):
+        return f"{nameless} ({log_has_it})"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{type(error).__name__}: {error.strerror} ({log_has_it})"
     # data-dir, cache and state lie there

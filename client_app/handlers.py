@@ -22,11 +22,11 @@ from client_app.method import Method, Update
 from client_app.methods import method_of
 from client_app.node_config import (
     NodeConfig,
-    checked_run_path,
     client_name,
     is_deployed,
     own_architecture,
     own_splits,
+    run_path,
     state_folder,
 )
 from client_app.precision import products
@@ -157,7 +157,7 @@ def begin_round(
     config, node = request.config, context.node_config
     check_limits(config, node)
     if is_site(node):  # its ledger records the run's name
-        checked_run_path(request, node)
+        run_path(request, node)
     last_accepted_round = last_accepted_round_of(message)
     is_training = isinstance(request, TrainRequest)
     before_round = request.round if is_training else request.round + 1

@@ -4,7 +4,6 @@ import os
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -147,25 +146,17 @@ def clients_folder() -> Path:
     return keel_home() / "clients"
 
 
-@lru_cache(maxsize=4)  # the same in every message of a run
-def run_path(sent: str) -> tuple[Path, str, bool]:
-    """(path, its last part or "" if any part is odd, whether it is absolute) of a `run-dir`."""
-    path = Path(sent)
-    is_odd = not RUN_NAME.fullmatch(path.name) or ".." in path.parts
-    return path, "" if is_odd else path.name, path.is_absolute()
-
-
-def checked_run_path(request: RoundRequest, node_config: NodeConfig) -> tuple[Path, str, bool]:
-    """`run_path` of the request. ValueError for a name that a run cannot have, or an odd path."""
+def run_path(request: RoundRequest, node_config: NodeConfig) -> Path:
+    """The run directory's name or, in a simulation, its path. ValueError for any other."""
     sent = request.run_dir
-    path, run, is_path = run_path(sent)
-    is_allowed = not is_deployed(node_config) if is_path else sent == run
-    if not run or not is_allowed:
+    path = Path(sent)
+    is_allowed = not is_deployed(node_config) if path.is_absolute() else sent == path.name
+    if not is_allowed or ".." in path.parts or not RUN_NAME.fullmatch(path.name):
         raise ValueError(
             f"run-dir = {sent[:200]!r}: expected the name of a run (letters, digits, '.', '_', "
             "'-') or, in a simulation, the path of its directory: this client writes nowhere else"
         )
-    return path, run, is_path
+    return path
 
 
 def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
@@ -177,7 +168,8 @@ def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
     resident worker for a `state-dir` outside of $KEEL_HOME/clients. In deployment also for a folder
     named like a file of client state: it would count as that file in another run's folder.
     """
-    client, (path, run, is_path) = client_name(node_config), checked_run_path(request, node_config)
+    client, path = client_name(node_config), run_path(request, node_config)
+    run = path.name
     max_ahead = max_rounds_ahead(request.config.rounds.checkpoint_every)
     base = Path(os.path.expanduser(str(node_config.get("state-dir", ""))))
     names = (*base.parts, run, client) if is_deployed(node_config) else ()
@@ -195,7 +187,7 @@ def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
                 "state there; a resident worker writes nowhere else"
             )
         return StateFolder(base / run / client, max_ahead, request.run_id)
-    if is_path and path.is_dir():
+    if path.is_absolute() and path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(
                 f"run-dir = {request.run_dir[:200]!r}: is not a run directory (no config.json)"

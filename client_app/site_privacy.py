@@ -94,7 +94,14 @@ def limits_of(found: frozenset[tuple[str, str]]) -> SiteLimits:
     if metrics not in ("withheld", "exact"):
         raise PrivacyRefused(f"{METRICS} = {metrics!r}: expected withheld or exact")
     is_set = bool(stated) and stated != {METRICS: "exact"}
-    return SiteLimits(*numbers.values(), metrics == "exact", is_set)
+    return SiteLimits(
+        min_noise_multiplier=numbers[MIN_NOISE],
+        max_clip_norm=numbers[MAX_CLIP],
+        budget_epsilon=numbers[BUDGET],
+        budget_delta=numbers[BUDGET_DELTA],
+        allows_exact_metrics=metrics == "exact",
+        is_set=is_set,
+    )
 
 
 def positive(name: str, value: str) -> float:

@@ -50,8 +50,8 @@ class ResetNeeded(ValueError):
 
     def __init__(self, message: str, folder: Path) -> None:
         super().__init__(message)
-        nameless = message.replace(f"{folder}{os.sep}", "").replace(str(folder), "its state folder")
-        self.nameless = f"{nameless} (this client's log names the folder)"
+        nameless = message.replace(f"{folder}{os.sep}", "")
+        self.nameless = nameless.replace(str(folder), "its state folder")
 
 
 class StateFolder:

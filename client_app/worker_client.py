@@ -69,8 +69,8 @@ def read_request(request: bytes) -> tuple[Message, Context]:
 def reply_of(content: RecordDict | Error) -> bytes:
     """The reply that carries an answer."""
     if isinstance(content, Error):
-        about = {"code": content.code, "reason": str(content.reason)}
-        content = RecordDict({"error": ConfigRecord(about)})
+        about = ConfigRecord({"code": content.code, "reason": str(content.reason)})
+        content = RecordDict({"error": about})
     return to_bytes(content)
 
 

@@ -90,7 +90,7 @@ class Worker:
         work = self._thread.submit(self._answer, message, context, limit_s, call)
         content = work.result()
         if content is None:
-            call.abort(grpc.StatusCode.UNAVAILABLE, "this worker is about to end")
+            raise call.abort(grpc.StatusCode.UNAVAILABLE, "this worker is about to end")
         return reply_of(content)
 
     def _answer(

@@ -383,7 +383,6 @@ def test_a_message_that_is_not_keels_is_answered_with_an_error(kind, tmp_path):
     [
         ("client", None, None),
         ("arrays", None, None),
-        ("config", "model", "cnn-fedrec"),
         ("config", "method", "fedintr2"),
     ],
 )

@@ -33,9 +33,9 @@ from protocol.messages import (
     TrainRequest,
     message_content,
     request_record,
-    simulated_content,
 )
 from protocol.privacy import composed_epsilon, noise_multiplier
+from protocol.simulated import joined_content
 
 
 @pytest.fixture
@@ -254,9 +254,9 @@ def hostile(config, **keys):
 def test_a_server_cannot_ask_for_less_than_its_own_checks_allow(plain, keys, source):
     """It may state privacy.epsilon and ask for something that is sent without noise."""
     config = hostile(make_config(**plain), **keys)
-    client = site(source, config)
+    client, received = site(source, config), initial(make_config(**plain), seed=5)
     for kind in ("query", "train", "evaluate"):
-        assert "privacy.epsilon" in client.ask(kind, 1, initial(config, seed=5)).error.reason
+        assert "privacy.epsilon" in client.ask(kind, 1, received).error.reason
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_a_site_simulates_no_clients(source, monkeypatch, task_identity):
     config = hostile(make_config(), source=source)
     request = request_record(TrainRequest(config, facts(config), 1, [0], False, "a"))
     own = message_content(request, array_record(initial(config, seed=5)), ArrayRecord(), 0)
-    message = Message(simulated_content([own], [0], 1), 1, "train")
+    message = Message(joined_content([own], [0], 1), 1, "train")
     partition = {"partition-id": 0, "num-partitions": 1}
     for node, variable in (
         ({"name": "site-a", "source": source}, "UNUSED"),
