@@ -7,7 +7,6 @@ sampled by name from the run's seed (strategies/cohort.py), replies are validate
 """
 
 import json
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -23,7 +22,6 @@ from protocol.arrays import Arrays, mismatch
 from protocol.code import place_of
 from protocol.config import RunConfig
 from protocol.messages import RosterEntry, TrainReply, message_content
-from protocol.text import num_of
 from strategies.aggregation import capped_counts, coordinate_wise, selected, with_enough_replies
 from strategies.cohort import Cohort
 from strategies.exact_sum import ExactSum
@@ -36,8 +34,6 @@ from strategies.validation import (
     beyond_norms,
     largest_values,
 )
-
-log = logging.getLogger("keel.server")
 
 
 class Average(Strategy):
@@ -213,14 +209,7 @@ class Average(Strategy):
     # --- Flower's Strategy: a round -------------------------------------------------------------
 
     def summary(self) -> None:
-        """Log the method, the server optimizer and the number of clients."""
-        rounds = self.config.rounds
-        log.info(
-            "method %s, server optimizer %s, %s",
-            rounds.method,
-            rounds.server_optimizer,
-            num_of("client", self.roster),
-        )
+        """Does nothing: Flower's own loop calls it, Keel's does not."""
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -265,12 +254,9 @@ class Average(Strategy):
         return messages
 
     def max_reply_bytes(self) -> int:
-        """The largest size of a reply as it is sent, to the messages of `configure_train`.
-
-        With room for what the transport adds.
-        """
-        arrays, extra = self.expected(self.current), self.expected_extra()
-        return ExpectedReply(0, arrays, extra, {}).max_bytes + RECORD_BYTES
+        """The largest size of a reply to `configure_train`'s messages, with what transport adds."""
+        assert self.replies, "configure_train comes first"
+        return self.replies.expected.max_bytes + RECORD_BYTES
 
     def accept(self, server_round: int, message: Message) -> None:
         """Validate a reply of this round, and add it to the sum unless updates are held.

@@ -116,20 +116,6 @@ def test_fedadams_first_step_has_the_size_on_paper():
     assert moved.tolist() == pytest.approx([size, -size], abs=5e-9)
 
 
-def test_fedadam_that_never_adapts_is_fedavg():
-    step = fedadam(lr=2 * 0.3, beta1=0.0, beta2=1.0, tau=0.3)  # v stays tau^2
-    for model, average in zip(stepped(step), averages(5), strict=True):
-        for name in shapes:
-            torch.testing.assert_close(model[name], average[name], rtol=1e-12, atol=1e-13)
-
-
-def test_fedavg_is_the_average_itself_bit_for_bit():
-    step = server_step_of(resolve_config({"server-optimizer": "fedavg"}))
-    average = averages(1)[0]
-    assert same_bits(step.step(random_arrays(shapes, seed=1), average, shapes.keys()), average)
-    assert step.state() == {}
-
-
 # --- Flower's own strategies as a second opinion ---------------------------------------------
 
 
