@@ -224,7 +224,7 @@ def test_a_reply_over_its_size_is_rejected_before_its_arrays_are_read(monkeypatc
     sent = message(reply_content(TrainReply("a", 1, {"a": torch.ones(3)}, {}, {"n": math.nan})))
     size = payload_bytes(sent)
     assert read_reply(sent, size).round == 1
-    monkeypatch.setattr("protocol.array_records.tensors", lambda record: pytest.fail("read"))
+    monkeypatch.setattr("protocol.messages.tensors", lambda record: pytest.fail("read"))
     with pytest.raises(ValueError, match=str(size)):
         read_reply(sent, size - 1)
 
