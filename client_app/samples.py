@@ -16,7 +16,7 @@ from torch import Tensor
 
 from client_app.gpu_errors import is_out_of_memory
 from data.augment import draw_degrees, draw_flips, draw_offsets, rotate, shift
-from protocol.config import DataConfig, TrainConfig
+from protocol.config_keys import DataConfig, TrainConfig
 
 evaluation_batch = 500
 

@@ -7,7 +7,7 @@ import math
 from functools import lru_cache
 from typing import Any
 
-from protocol.config import PrivacyConfig
+from protocol.config_keys import PrivacyConfig
 from protocol.discrete_gaussian import SAMPLER_DISTANCE
 
 SMALL_DELTA = 1e-5  # the composed budget is stated at this delta too

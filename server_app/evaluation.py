@@ -9,7 +9,7 @@ from flwr.app import Message, MessageType
 import client_app.evaluation
 from protocol.array_records import array_record
 from protocol.arrays import Arrays
-from protocol.config import RoundsConfig
+from protocol.config_keys import RoundsConfig
 from protocol.messages import EvaluateRequest, TrainReply, request_record
 from server_app.history import Line
 from server_app.question import Question

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from protocol.code import is_installed
-from protocol.config import RoundsConfig, keel_home
+from protocol.config import keel_home
+from protocol.config_keys import RoundsConfig
 from protocol.files import write_atomically
 from protocol.options import ConfigError
 from protocol.text import in_one_line

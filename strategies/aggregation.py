@@ -17,7 +17,7 @@ from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
 from flower_adapter.aggregation import select_multikrum, trim_mean
 from protocol.arrays import Arrays
-from protocol.config import RoundsConfig
+from protocol.config_keys import RoundsConfig
 from protocol.messages import TrainReply
 from protocol.text import num_of
 

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Collection, Iterable, Mapping, Set
 
-from protocol.config import RoundsConfig
+from protocol.config_keys import RoundsConfig
 from protocol.messages import RosterEntry
 from protocol.text import num_of
 from strategies.backoff import BACKOFF_ROUNDS, Backoff

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from flwr.app import Message
 
-from protocol.config import RoundsConfig
+from protocol.config_keys import RoundsConfig
 from protocol.messages import (
     RESET_NEEDED,
     RosterEntry,

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import torch
 
 from protocol.arrays import Arrays, extremes, mismatch, out_of_range
-from protocol.config import PrivacyConfig, RoundsConfig
+from protocol.config_keys import PrivacyConfig, RoundsConfig
 from protocol.messages import TrainReply
 from protocol.privacy import noise_sigma
 

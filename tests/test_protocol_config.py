@@ -11,17 +11,8 @@ import pytest
 import protocol.config
 from client_app.methods import method_of
 from protocol.catalogue import classes as METHODS
-from protocol.config import (
-    DataConfig,
-    ModelConfig,
-    PrivacyConfig,
-    RoundsConfig,
-    TrainConfig,
-    config_from_json,
-    default_config,
-    presets,
-    resolve_config,
-)
+from protocol.config import config_from_json, default_config, presets, resolve_config
+from protocol.config_keys import DataConfig, ModelConfig, PrivacyConfig, RoundsConfig, TrainConfig
 from protocol.options import (
     ConfigError,
     at_least,

@@ -27,12 +27,7 @@ from rich.text import Text
 from keel.tables import add_column, is_too_wide, markdown, print_table, terminal_console
 from protocol.catalogue import method_names, method_stem
 from protocol.config import (
-    DataConfig,
-    ModelConfig,
-    PrivacyConfig,
-    RoundsConfig,
     RunConfig,
-    TrainConfig,
     app_folder,
     default_config,
     keel_home,
@@ -40,6 +35,7 @@ from protocol.config import (
     resolve_config,
 )
 from protocol.config import presets as known_presets
+from protocol.config_keys import DataConfig, ModelConfig, PrivacyConfig, RoundsConfig, TrainConfig
 from protocol.files import write_atomically
 from protocol.models import MODELS
 from protocol.options import key_of, parse_options, typed

@@ -4,13 +4,8 @@ import tomllib
 from collections.abc import Mapping, Sequence
 
 from keel.cli.interrupts import uninterrupted
-from protocol.config import (
-    DataConfig,
-    RunConfig,
-    default_config,
-    refuse_unknown,
-    resolve_config,
-)
+from protocol.config import RunConfig, default_config, refuse_unknown, resolve_config
+from protocol.config_keys import DataConfig
 from protocol.options import ConfigError, OptionValue, type_names
 
 MAX_MISTAKES = 5

@@ -6,7 +6,8 @@ from data.sources import SourceInfo
 from keel.cli.engines import Job, with_num_clients
 from keel.cli.sizes import data_size, parameter_count
 from keel.deployment.superlink import run_config
-from protocol.config import DataConfig, RunConfig
+from protocol.config import RunConfig
+from protocol.config_keys import DataConfig
 from protocol.options import typed
 from protocol.text import num_of, size_of_data
 

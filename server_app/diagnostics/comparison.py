@@ -20,7 +20,8 @@ from client_app.similarity import linear_view
 from data.sources import Source
 from models import StagedModel
 from protocol.arrays import Arrays
-from protocol.config import DIAGNOSTICS, RunConfig, names_in, refuse_unknown
+from protocol.config import RunConfig, refuse_unknown
+from protocol.config_keys import DIAGNOSTICS, names_in
 from protocol.seeds import seed_of
 from server_app.diagnostics.measures import (
     between_class_trace,

@@ -21,7 +21,8 @@ import server_app.diagnostics.comparison
 import server_app.finish
 from client_app.setup import forget_sources, model_for, open_source
 from keel.cli.main import main
-from protocol.config import DIAGNOSTICS, resolve_config
+from protocol.config import resolve_config
+from protocol.config_keys import DIAGNOSTICS
 from server_app.diagnostics.comparison import chosen_diagnostics, probe_of
 from server_app.diagnostics.monitor import Monitor
 from server_app.run_reader import RunReader
