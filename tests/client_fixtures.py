@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from flwr.app import Message
+from grid_fixtures import InlineGrid
 
-import client_app.app
 from client_app.methods import method_of
 from client_app.objective import Batch
 from client_app.process_cache import ProcessCache
@@ -24,7 +24,6 @@ from protocol.array_records import array_record
 from protocol.config import resolve_config
 from protocol.messages import TrainRequest, message_content, request_record
 from protocol.models import MODELS, ModelSpec
-from server_app.inline import InlineGrid
 
 SHAPE, NUM_CLASSES = (1, 28, 28), 3
 
@@ -169,7 +168,7 @@ class Client:
 
     def __init__(self, config, run_dir, node_config=None):
         node = {"partition-id": 0, "num-partitions": 2} if node_config is None else node_config
-        self.grid = InlineGrid(client_app.app.app, [node])
+        self.grid = InlineGrid([node])
         self.config, self.run_dir, self.facts = config, Path(run_dir), facts(config)
         self.is_site = "source" in node
         if run_dir and self.run_dir.is_dir():  # without one, nothing is written here

@@ -4,14 +4,11 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-import server_app.federation
-import torch
 from flwr.app import Context, RecordDict
+from grid_fixtures import InlineGrid, simulated_nodes
 
-import client_app.app
+import server_app.experiment
 from server_app.app import SUPERLINK_TIMEOUT_S, log_to_stdout, main
-from server_app.inline import InlineGrid, simulated_nodes
-from strategies import Average
 
 
 @pytest.fixture(autouse=True)
@@ -25,11 +22,11 @@ def own_log_handlers():
     logger.setLevel(before[1])
 
 
-class Grid(InlineGrid):
-    """An inline grid with the keys of `flwr run`, and a SuperLink to retry."""
+class Deployment(InlineGrid):
+    """A grid with the keys of `flwr run`, and a SuperLink to retry."""
 
     def __init__(self, keys):
-        super().__init__(client_app.app.app, simulated_nodes(2))
+        super().__init__(simulated_nodes(2))
         self.keys = keys
         self._retry_invoker = SimpleNamespace(
             max_time=None, should_giveup=lambda error: False, invoke=None
@@ -41,13 +38,13 @@ class Grid(InlineGrid):
 
 
 context = Context(1, 1, {}, RecordDict(), {})
+KEYS = {"model": "cnn-fedreco", "num-rounds": 2, "local-epochs": 0, "run-name": "a"}
 
 
 def test_a_run_uses_the_overrides_prints_a_line_a_round_and_the_table(
     no_pictures, tmp_path, capsys
 ):
-    keys = {"model": "cnn-fedreco", "num-rounds": 2, "output-dir": str(tmp_path), "run-name": "a"}
-    grid = Grid(keys | {"local-epochs": 0})
+    grid = Deployment(KEYS | {"output-dir": str(tmp_path)})
     main(grid, context)
     shown = capsys.readouterr().out
     assert "round 1/2: accuracy " in shown
@@ -56,11 +53,11 @@ def test_a_run_uses_the_overrides_prints_a_line_a_round_and_the_table(
 
 
 def test_a_mistake_is_one_line_without_the_traceback_below(capsys):
-    with pytest.raises(RuntimeError, match=r"^method = 'fedavgg' is unknown") as caught:
-        main(Grid({"method": "fedavgg"}), context)
+    with pytest.raises(RuntimeError, match="fedavgg") as caught:
+        main(Deployment({"method": "fedavgg"}), context)
     assert caught.value.__suppress_context__
     [line] = capsys.readouterr().out.splitlines()
-    assert "error: method = 'fedavgg' is unknown" in line
+    assert "error: method = 'fedavgg'" in line
 
 
 def test_logging_to_stdout_is_set_up_once(own_log_handlers):
@@ -70,38 +67,19 @@ def test_logging_to_stdout_is_set_up_once(own_log_handlers):
 
 
 def test_a_warning_from_before_there_is_a_directory_is_in_its_log(
-    no_pictures, tmp_path, monkeypatch, own_log_handlers
+    no_pictures, tmp_path, monkeypatch
 ):
-    """Such as one on images that are not read: `keel run --engine flower` shows what is there."""
-    open_source = server_app.federation.open_source
+    """Such as one on images that are not read."""
+    open_source = server_app.experiment.open_source
 
     def opened(config):
-        for level in (logging.INFO, logging.WARNING):
-            logging.getLogger("keel.data").log(level, "%d files are not read", level)
+        logging.getLogger("keel.data").warning("3 files are not read")
         return open_source(config)
 
-    monkeypatch.setattr(server_app.federation, "open_source", opened)
-    keys = {"model": "cnn-fedreco", "num-rounds": 1, "output-dir": str(tmp_path), "run-name": "a"}
-    main(Grid(keys | {"local-epochs": 0}), context)
-    lines = (tmp_path / "a" / "run.log").read_text().splitlines()
-    assert [n for n, line in enumerate(lines) if "not read" in line] == [0]
-    assert lines[0].endswith(" a WARNING 30 files are not read")
-    assert len(own_log_handlers.handlers) == 1  # that of the output
-
-
-def test_a_server_half_computes_with_the_runs_threads(run, monkeypatch):
-    """In a server of its own it had as many as the machine: its sums had other last bits."""
-    found, accept, next_arrays = [], Average.accept, Average.next_arrays
-
-    def accepted(self, server_round, message):
-        torch.set_num_threads(3)  # inline, the training of a client has set the run's
-        accept(self, server_round, message)
-
-    def following(self, current, replies):
-        found.append(torch.get_num_threads())
-        return next_arrays(self, current, replies)
-
-    monkeypatch.setattr(Average, "accept", accepted)
-    monkeypatch.setattr(Average, "next_arrays", following)
-    run({"method": "fedavg", "num-rounds": 1, "threads": 2})
-    assert found == [2]
+    monkeypatch.setattr(server_app.experiment, "open_source", opened)
+    main(Deployment(KEYS | {"output-dir": str(tmp_path)}), context)
+    first, *rest = [
+        line for line in (tmp_path / "a" / "run.log").read_text().splitlines() if "not read" in line
+    ]
+    assert " a WARNING 3 files" in first
+    assert rest == []

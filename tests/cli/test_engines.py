@@ -1,19 +1,12 @@
 """What the engines are made of: the app, flwr's words, and the processes that are ours."""
 
 import io
-import json
-import os
-import resource
 import shutil
-import signal
-import subprocess
-import sys
 import tomllib
 import zipfile
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -22,24 +15,12 @@ from flwr.common.config import parse_config_args
 
 from flower_adapter import superlink_unavailable
 from keel.cli import engines
-from keel.cli.engines import FlowerRun, Job, follow, is_from_keel, run_on_deployment, worker_rows
-from keel.cli.progress import Terminal, round_line
-from keel.deployment import simulation, superlink
+from keel.cli.engines import FlowerRun, Job, is_from_keel, run_on_deployment
+from keel.deployment import superlink
 from keel.deployment.credentials import make_credentials
-from keel.deployment.simulation import (
-    MARK,
-    end_processes,
-    kill_own_processes,
-    locked,
-    marked_processes,
-    simulation_superlink,
-)
 from keel.deployment.superlink import SuperLinkClient, app_directory, app_packages, free_ports
-from keel.runs import SavedRun, is_locked, lock_holder
 from protocol.processes import num_cores
-from server_app import history
 from server_app.report import Reporter
-from tests.tools.run_directories import line_of, make_run
 
 root = Path(__file__).parent.parent.parent
 
@@ -253,229 +234,8 @@ def test_the_replies_of_a_round_are_read_from_flwrs_output(tmp_path):
     assert (flower.run_id, flower.replies) == ("12", ("round 2", 3, 10))
 
 
-def test_only_marked_processes_are_ended():
-    mark = f"test-{os.getpid()}"
-    sleep = [sys.executable, "-c", "import time; time.sleep(100)"]
-    code = (
-        "import subprocess, time; "
-        f"subprocess.Popen({sleep!r}, start_new_session=True); time.sleep(100)"
-    )
-    other = subprocess.Popen(sleep)
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-c", code], env=os.environ | {MARK: mark}, start_new_session=True
-        )
-        while len(marked_processes(mark)) < 2:
-            assert process.poll() is None
-        end_processes(process, mark)
-        assert marked_processes(mark) == []
-        assert process.poll() is not None
-        assert other.poll() is None
-    finally:
-        other.kill()
-        other.wait()
-
-
-def test_a_second_ctrl_c_kills_what_came_of_this_process_and_nothing_else():
-    """A real run ended so is a slow test."""
-    sleep = [sys.executable, "-c", "import time; time.sleep(100)"]
-    marks = (f"{os.getpid()}-1", f"{os.getpid() + 1}-1")
-    ours, other = (subprocess.Popen(sleep, env=os.environ | {MARK: mark}) for mark in marks)
-    try:
-        while marked_processes(marks[0]) != [ours.pid]:  # it is just starting
-            assert ours.poll() is None
-        kill_own_processes()
-        assert ours.wait(10) == -signal.SIGKILL
-        assert other.poll() is None
-    finally:
-        for each in (ours, other):
-            each.kill()
-            each.wait()
-
-
-def test_the_lock_names_the_process_that_can_stop_the_run(tmp_path):
-    path = tmp_path / ".lock"
-    with locked(path):
-        assert is_locked(path)
-        assert lock_holder(path) == os.getpid()
-    assert not is_locked(path)
-
-
-def test_a_lock_that_does_not_fit_on_the_disk_is_named(tmp_path):
-    """Of a run whose disk was full only the reason was said."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
-    try:
-        with pytest.raises(OSError, match=r"too large: '.*/\.lock'"), locked(tmp_path / ".lock"):
-            pass
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-
-
-def test_of_two_superlinks_that_start_at_once_in_a_folder_one_is_refused(tmp_path, monkeypatch):
-    """Two resumes of a run: the second waited for the first, or removed what it needed."""
-
-    @contextmanager
-    def started(folder, variables):
-        found.append(sorted(path.name for path in folder.iterdir()))
-        (folder / "config.toml").write_text("of the first")
-        yield None
-
-    found, folder = [], tmp_path / "run"
-    (folder / "old").mkdir(parents=True)
-    (folder / "flwr.log").write_text("of an attempt that failed")
-    monkeypatch.setattr(simulation, "started_superlink", started)
-    with simulation_superlink(folder):
-        with (
-            pytest.raises(ValueError, match=r"^a run named run is running: wait"),
-            simulation_superlink(folder),
-        ):
-            pass
-        assert (folder / "config.toml").exists()
-        assert folder.stat().st_mode & 0o777 == 0o700  # other users could read the run's log
-        assert lock_holder(folder / ".lock") == os.getpid()
-    assert found == [[".lock"]]
-    with simulation_superlink(folder):
-        assert len(found) == 2
-
-
-def test_a_superlink_whose_start_is_interrupted_is_ended(tmp_path, monkeypatch):
-    """It stayed for good: Ctrl-C came before Popen had returned, right after the plan was shown."""
-    started = []
-
-    def interrupted(command, env, **options):
-        started.append(popen(["sleep", "100"], env=env))
-        raise KeyboardInterrupt
-
-    popen = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", interrupted)
-    with pytest.raises(KeyboardInterrupt), simulation_superlink(tmp_path / "run"):
-        pass
-    assert [process.wait(10) for process in started] == [-signal.SIGTERM]
-    assert not Path((tmp_path / "run" / "mark").read_text().splitlines()[1]).exists()
-
-
-def test_following_a_run_reads_each_line_once_and_reports_the_rounds_after_the_last(
-    tmp_path, monkeypatch
-):
-    """Three looks at a history that grows; the last round of an attempt before is known."""
-    run = make_run(tmp_path / "run", {"method": "fedavg"}, 5, num_written=0)
-    lines = [json.dumps(line_of(n, Random(n), clients=["a", "b"])) + "\n" for n in range(1, 6)]
-    lines[4] = json.dumps(json.loads(lines[4]) | {"left_out": {"a": "late", "b": "late"}}) + "\n"
-    reported, parsed, looks = [], [], iter([lines[:2], lines[2:3], lines[3:]])
-    terminal = SimpleNamespace(
-        begin=lambda directory, last_round: None,
-        on_round=lambda line: reported.append((line["round"], round_line(line, 5, ""))),
-        on_run_end=lambda summary: None,
-    )
-
-    def wait(seconds):
-        new = next(looks)
-        os.utime(run / "summary.json")  # the attempt that is followed has written it
-        with (run / "history.jsonl").open("a") as file:
-            file.writelines(new)
-        return new[-1] is lines[-1]
-
-    condensed = history.condensed
-    monkeypatch.setattr(history, "condensed", lambda text: parsed.append(text) or condensed(text))
-    flower = SimpleNamespace(ended=SimpleNamespace(wait=wait), run_id="1", replies=("", 0, 0))
-    follow(Job({}, 2, run), 1, terminal, flower)
-    assert [number for number, _ in reported] == [2, 3, 4, 5]
-    assert "2 left out" in reported[-1][1]
-    assert parsed == [line.encode() for line in lines]
-
-
-def test_a_resumed_run_begins_when_its_new_attempt_does(tmp_path):
-    """It began with the summary of the attempt before: the start counted as time of its rounds."""
-    run = make_run(tmp_path / "run", {"method": "fedavg"}, 5, num_written=2)
-    begun, seen = [], []
-    terminal = SimpleNamespace(
-        begin=lambda directory, last_round: begun.append(last_round),
-        on_run_end=lambda summary: None,
-    )
-
-    def wait(seconds):
-        seen.append(list(begun))
-        if len(seen) == 2:
-            os.utime(run / "summary.json")
-        return len(seen) == 3
-
-    flower = SimpleNamespace(ended=SimpleNamespace(wait=wait), run_id="1", replies=("", 0, 0))
-    follow(Job({}, 2, run), 2, terminal, flower)
-    assert (seen, begun) == ([[], [], [2]], [2])
-
-
-@pytest.mark.parametrize("before", ["finished", "failed: of the attempt before"])
-def test_a_resume_that_the_server_refuses_fails_with_its_reason(home, monkeypatch, before):
-    """`keel resume --engine flower` took the state of the attempt before: finished, exit code 0."""
-    run = make_run(home / "run", {"method": "fedavg"}, 2, status=before)
-    assert SavedRun(run).state == before
-    refused = SimpleNamespace(
-        start=lambda job, arguments: None, reason=lambda: "the data has changed", replies=("", 0, 0)
-    )
-    refused.ended, refused.run_id = SimpleNamespace(wait=lambda seconds: True), "1"
-    monkeypatch.setattr(engines, "simulation_superlink", lambda *_: nullcontext())
-    monkeypatch.setattr(engines, "FlowerRun", lambda *_: refused)
-    with Terminal(4) as terminal, pytest.raises(RuntimeError, match=r"^the data has changed \("):
-        engines.run_on_flower(Job({"resume": str(run)}, 2, run), terminal)
-
-
 def worker(node, device):
     return {"node": node, "device": device, "machine": "M"}
 
 
 OWN_GPU = ("GPUs", "each worker has its own; --gpus-per-client sets another share")
-
-
-@pytest.mark.parametrize(
-    ("workers", "takes_gpus", "rows"),
-    [
-        ([worker("a", "cpu")] * 2, True, [("workers", "2 on cpu")]),
-        ([worker("a", "cuda:0")] * 4, False, [("workers", "4 on cuda:0")]),
-        (
-            [worker("a", "cuda:0"), worker("a", "cuda:1"), worker("b", "cuda:0")],
-            True,
-            [("workers", "a: 1 on cuda:0, 1 on cuda:1"), ("workers", "b: 1 on cuda:0"), OWN_GPU],
-        ),
-    ],
-)
-def test_the_devices_of_workers_are_a_row_for_each_machine(workers, takes_gpus, rows):
-    assert worker_rows({"workers": workers}, takes_gpus) == rows
-
-
-def test_a_flower_runs_workers_and_warnings_are_shown_before_its_rounds(tmp_path, capsys):
-    """Those of this attempt: the manifest and the log of the one before are there first."""
-    run = make_run(tmp_path / "run", {"method": "fedavg"}, 2, num_written=1)
-    manifest, log = run / "manifest.json", run / "run.log"
-    manifest.write_text(json.dumps({"workers": [worker("a", "cpu")]}))
-    os.utime(manifest, (1, 1))
-    head = "2026-01-01 10:00:00,000 run"
-    log.write_text(f"{head} WARNING old\n")
-    line = json.dumps(line_of(2, Random(2), clients=["a"])) + "\n"
-
-    def append(path, text):
-        with path.open("a") as file:
-            file.write(text)
-
-    looks = iter(
-        [
-            lambda: append(log, f"{head} INFO x run WARNING no\n{head} WARNING differ: [b]"),
-            lambda: os.utime(run / "summary.json"),
-            lambda: manifest.write_text(json.dumps({"workers": [worker("a", "cuda:0")]})),
-            lambda: append(log, " 100 %\nTraceback\n"),
-            lambda: append(run / "history.jsonl", line) or True,
-        ]
-    )
-    ended = SimpleNamespace(wait=lambda seconds: next(looks)() is True)
-    flower = SimpleNamespace(ended=ended, run_id="1", replies=("", 0, 0))
-    with Terminal(2) as terminal:
-        follow(Job({}, 2, run), 1, terminal, flower)
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[:4] == [
-        f"directory   {run}",
-        "workers     1 on cuda:0",
-        "GPUs        each worker has its own; --gpus-per-client sets another share",
-        "warning: differ: [b] 100 %",
-    ]
-    assert len(shown) == 5
-    assert shown[4].startswith("round 2/2")

@@ -10,7 +10,7 @@ from keel.cli.engines import Job
 from keel.cli.run import Engine, EngineOptions
 from keel.deployment import cluster
 from keel.deployment.cluster import check_address, cluster_nodes
-from protocol.ray_nodes import CPU_WORKERS, Node
+from protocol.ray_nodes import Node
 
 NODES = (Node("10.0.0.1", 8, 2), Node("10.0.0.2", 4, 0))
 
@@ -27,16 +27,14 @@ NODES = (Node("10.0.0.1", 8, 2), Node("10.0.0.2", 4, 0))
     ],
 )
 def test_a_job_has_as_many_workers_as_the_nodes_run_at_once(cpus, gpus, is_on_cpu, expected):
-    job = Job({}, 100, None, cpus, gpus, ray="10.0.0.1:6379", nodes=NODES, is_on_cpu=is_on_cpu)
+    job = Job({}, 100, cpus, gpus, ray="10.0.0.1:6379", nodes=NODES, is_on_cpu=is_on_cpu)
     assert job.num_workers == expected
-    assert Job({}, 1, None, cpus, gpus, ray="a:1", nodes=NODES).num_workers == 1
+    assert Job({}, 1, cpus, gpus, ray="a:1", nodes=NODES).num_workers == 1
 
 
-def test_the_processes_of_a_simulation_get_the_address_and_whether_gpus_are_unwanted():
+def test_flwr_run_gets_the_address_of_a_cluster():
     assert Job({}, 4).variables == {}
     assert Job({}, 4, ray="a:1").variables == {"RAY_ADDRESS": "a:1"}
-    assert Job({}, 4, gpus_per_client=0).variables == {CPU_WORKERS: "1"}
-    assert Job({}, 4, is_on_cpu=True).variables == {CPU_WORKERS: "1"}
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "ray://10.0.0.1:10001", ":6379", "host:port"])

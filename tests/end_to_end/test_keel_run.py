@@ -27,8 +27,8 @@ from keel.cli.main import main
 from keel.experiments.verify import unfinished
 from keel.runs import SavedRun
 from protocol.processes import num_cores
-from server_app.inline import InlineGrid
-from server_app.summary import read_manifest
+from server_app.run_reader import RunReader
+from server_app.workers import InlineWorkers
 
 WHOLE = ["model=cnn-fedreco", "lr=0.05", "alpha=5", "num-rounds=3"]
 SMALL = ["model=cnn-fedreco", "data-fraction=0.4", *WHOLE[1:]]
@@ -102,24 +102,25 @@ def test_a_second_ctrl_c_ends_the_run_at_once(home):
         out, err = process.communicate(timeout=20)
     assert (process.returncode, out, err) == (130, f"{ENDED}\n", "")
     directory = only_run(home)
-    done = SavedRun(directory).rounds
+    done = SavedRun(directory).last_round
     assert done >= 2
     assert main(["resume", directory.name, f"num-rounds={done + 1}"]) == 0
-    assert SavedRun(directory).rounds == done + 1
+    assert SavedRun(directory).last_round == done + 1
 
 
 def test_a_resumed_run_equals_one_that_was_not_interrupted(home, capsys, monkeypatch):
-    answer, asked = InlineGrid.pull_messages, []
+    answers, asked = InlineWorkers.answers, []
 
-    def interrupted(grid, message_ids):
-        asked.append(1)
-        if len(asked) == 4:  # the roster, round 1, round 2; then Ctrl-C
-            raise KeyboardInterrupt
-        return answer(grid, message_ids)
+    def interrupted(workers, contents, kind, seconds):
+        for found in answers(workers, contents, kind, seconds):
+            asked.append(1)
+            if len(asked) == 5:  # three in round 1, and the second of round 2; then Ctrl-C
+                raise KeyboardInterrupt
+            yield found
 
     words = ["method=moon", *SMALL, "--clients", "3"]
     assert main(["run", "run-name=whole", *words]) == 0
-    monkeypatch.setattr(InlineGrid, "pull_messages", interrupted)
+    monkeypatch.setattr(InlineWorkers, "answers", interrupted)
     assert main(["run", "run-name=cut", *words]) == 130
     monkeypatch.undo()
     monkeypatch.setenv("KEEL_HOME", str(home))
@@ -158,8 +159,8 @@ def test_a_run_whose_end_could_not_be_written_is_completed_by_a_resume(
     assert main(["resume"]) == 0  # the one run that has not finished
     assert SavedRun(cut).state == "finished"
     assert same_bits(all_models(whole), all_models(cut))
-    assert read_manifest(cut)["code"] == read_manifest(whole)["code"]
-    assert unfinished(cut) == ""
+    assert RunReader(cut).manifest["code"] == RunReader(whole).manifest["code"]
+    assert unfinished(RunReader(cut)) == ""
 
 
 def test_resume_prints_which_checkpoint_it_skipped(home, capsys):

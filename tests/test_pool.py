@@ -1,0 +1,177 @@
+"""The workers of a simulation: what they are sent, and what becomes of their answers."""
+
+import itertools
+from collections.abc import Iterable
+
+import pytest
+from flwr.app import Context, Error, Message, RecordDict
+from grid_fixtures import InlineGrid
+from hypothesis import given
+from hypothesis import strategies as st
+from run_fixtures import NUM_CLIENTS, SMALL, assert_same_run, history_of
+
+from client_app.handlers import answer
+from flower_adapter import begin_task
+from protocol.config import resolve_config
+from server_app.experiment import build_experiment
+from server_app.inline import run_inline, with_num_clients
+from server_app.pool import WorkerPool, deal
+from server_app.preflight import checked_machines
+from server_app.run import run_federation
+from server_app.workers import FlowerWorkers
+
+KEYS = SMALL | {"method": "fedintr", "local-test-fraction": 0.2, "evaluate-clients": "all"}
+
+
+class Workers:
+    """This process as several workers, whose answers come last first. lost: places in `answers`."""
+
+    parts = 4
+
+    def __init__(self, num, lost=(), silent=()):
+        self.num, self.lost, self.silent = num, lost, silent
+        self.calls = itertools.count()
+        begin_task(1)
+        self.sizes = []
+
+    def answers(self, contents, kind, seconds):
+        self.sizes.append(len(contents))
+        for k, content in reversed(list(enumerate(contents))):
+            number = next(self.calls)
+            if number in self.silent:
+                continue
+            if number in self.lost:
+                yield k, Error(0, "the actor died")
+                continue
+            message = Message(content, dst_node_id=1, message_type=kind)
+            yield k, answer(message, Context(1, 1, {}, RecordDict(), {}))
+
+
+def run_with(workers, keys):
+    def make_pool(experiment, resumed):
+        config = experiment.config
+        return WorkerPool(workers, config, experiment.source, config.rounds.num_clients)
+
+    return run_federation(make_pool, with_num_clients(keys, NUM_CLIENTS)).path
+
+
+@pytest.mark.parametrize("num", [1, 2, NUM_CLIENTS, 20])
+def test_the_bits_do_not_depend_on_the_number_of_workers(num, tmp_path, no_pictures):
+    inline = run_inline(KEYS | {"output-dir": str(tmp_path / "inline")}, NUM_CLIENTS)
+    folder = run_with(Workers(num), KEYS | {"output-dir": str(tmp_path / "workers")})
+    assert_same_run(folder, inline)
+
+
+def test_to_train_an_idle_worker_takes_the_next_message(tmp_path, no_pictures):
+    workers = Workers(1)
+    run_with(workers, KEYS | {"num-rounds": 1, "output-dir": str(tmp_path)})
+    assert workers.sizes == [4, 1]  # to train, and to evaluate
+
+
+def test_a_client_without_an_answer_in_time_is_left_out_and_named(tmp_path, no_pictures):
+    keys = KEYS | {"num-rounds": 1, "output-dir": str(tmp_path), "round-timeout": 9.0}
+    [line] = history_of(run_with(Workers(1, silent=[0]), keys))
+    [(client, reason)] = line["left_out"].items()
+    assert "round-timeout = 9" in reason
+    assert client not in line["participants"]
+    assert client in line["evaluation_left_out"]
+
+
+def test_a_lost_worker_ends_the_run_which_resumes_to_the_same_bits(tmp_path, no_pictures):
+    output = {"output-dir": str(tmp_path), "run-name": "cut"}
+    with pytest.raises(RuntimeError, match="the actor died"):
+        run_with(Workers(1, lost=[6]), KEYS | output)  # in round 2
+    run_with(Workers(2), {"resume": str(tmp_path / "cut")})
+    assert_same_run(tmp_path / "cut", run_inline(KEYS | {"output-dir": str(tmp_path)}, NUM_CLIENTS))
+
+
+@given(st.lists(st.integers(1, 1000), max_size=60), st.integers(1, 12))
+def test_parts_are_a_partition_whose_largest_is_at_most_a_third_above_the_best(sizes, num):
+    """Graham 1969, with the mean and the largest client as bounds of the best."""
+    parts = deal(sizes, num)
+    assert sorted(itertools.chain(*parts)) == list(range(len(sizes)))
+    sums = [sum(sizes[i] for i in part) for part in parts]
+    assert sums == sorted(sums, reverse=True)
+    assert all(parts)
+    pairs = sorted(sizes, reverse=True)[num - 1 : num + 1]
+    best = max(
+        [sum(sizes) / num, *sizes[:1], *([sum(pairs)] if len(pairs) == 2 else [])], default=0
+    )
+    assert max(sums, default=0) <= 4 / 3 * max([best, *sizes])
+
+
+# --- Flower's simulation --------------------------------------------------------------------------
+
+
+class Simulation(InlineGrid):
+    """As Flower's grid of a simulation: a node is a worker, which answers each message at once."""
+
+    def __init__(self, num):
+        super().__init__([{"partition-id": i, "num-partitions": num} for i in range(num)])
+        self.sent: list[Message] = []
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        self.sent += messages
+        return super().push_messages(messages)
+
+
+@pytest.fixture
+def simulation(monkeypatch):
+    monkeypatch.setattr("server_app.workers.SETTLE_S", 0.01)
+    return Simulation(2)
+
+
+def test_messages_go_to_the_nodes_in_turn(simulation):
+    workers = FlowerWorkers(simulation)
+    contents = [RecordDict() for _ in range(5)]
+    found = dict(workers.answers(contents, "query", 60.0))
+    assert found.keys() == set(range(5))
+    assert [message.metadata.dst_node_id for message in simulation.sent] == [2, 3, 2, 3, 2]
+
+
+def test_a_simulation_that_has_ended_ends_the_run(simulation):
+    def ended():
+        raise RuntimeError("Ray has ended")
+
+    workers = FlowerWorkers(simulation)
+    simulation.answer = lambda message: None
+    simulation.pull_messages = lambda ids: []
+    workers.check = ended
+    with pytest.raises(RuntimeError, match="Ray has ended"):
+        list(workers.answers([RecordDict()], "query", 60.0))
+
+
+@pytest.fixture
+def experiment():
+    return build_experiment(resolve_config(KEYS | {"num-clients": NUM_CLIENTS}))
+
+
+def test_workers_describe_their_machines(simulation, experiment, tmp_path):
+    """Both nodes are this process."""
+    [machine] = checked_machines(FlowerWorkers(simulation), experiment, NUM_CLIENTS, tmp_path)
+    assert machine.has_directory
+    assert machine.device == "cpu"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("patch", "words"),
+    [
+        (("client_app.machine.data_digest", lambda source: "other"), "digest other"),
+        (("protocol.messages.code_digest", lambda: next(CODES)), "runs code"),
+        (("pathlib.Path.read_text", lambda self: "nothing"), "does not see"),
+    ],
+    ids=["data", "code", "folder"],
+)
+def test_a_worker_with_other_data_code_or_folders_is_refused(
+    patch, words, simulation, experiment, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("client_app.machine.host_name", lambda: "elsewhere")
+    workers = FlowerWorkers(simulation)
+    monkeypatch.setattr(*patch)
+    with pytest.raises(ValueError, match=words):
+        checked_machines(workers, experiment, NUM_CLIENTS, tmp_path)
+
+
+CODES = itertools.count()

@@ -1,0 +1,342 @@
+"""Whole runs on the inline engine, and on sites in this process."""
+
+import gc
+import logging
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from grid_fixtures import InlineGrid, run_on, simulated_nodes
+from method_fixtures import METHODS
+from run_fixtures import (
+    NUM_CLIENTS,
+    SMALL,
+    accuracy_of,
+    all_models,
+    assert_same_run,
+    audit_of,
+    final_model,
+    history_of,
+    resume,
+    same_bits,
+    summary_of,
+)
+
+from client_app.setup import client_indices, model_for, open_source, pixels_of
+from protocol.config import resolve_config
+from protocol.messages import TrainReply
+from protocol.seeds import seed_of
+from server_app.finish import DivergedError
+from server_app.inline import run_inline
+from server_app.observers import RunObserver
+from strategies import Average
+from strategies.average import TooFewRepliesError
+
+HALF = {"fraction-train": 0.5, "local-test-fraction": 0.2}
+
+
+@pytest.fixture
+def spoil(monkeypatch):
+    """spoil(bad): what becomes of a client's round, by bad(client, round): "", "raise", "nan"."""
+    trains = {cls: cls.train for cls in METHODS.values()}
+
+    def train_or_fail(cls, bad):
+        def train(method, ctx):
+            what = bad(ctx.client, ctx.round)
+            if what == "raise":
+                raise RuntimeError(f"{ctx.client} has no\npower left")
+            update = trains[cls](method, ctx)
+            if what == "nan":
+                update.arrays = {n: a * torch.nan for n, a in update.arrays.items()}
+            return update
+
+        return train
+
+    def spoil_with(bad):
+        for cls in METHODS.values():
+            monkeypatch.setattr(cls, "train", train_or_fail(cls, bad))
+
+    return spoil_with
+
+
+# --- what a run computes --------------------------------------------------------------------------
+
+
+def digits_of(config):
+    source = open_source(config)
+    x = pixels_of(config, source).normalise(torch.tensor(np.array(source.train.images)))
+    return source, x, torch.tensor(np.array(source.train.labels))
+
+
+@pytest.mark.usefixtures("in_float64")  # in float32 the largest of a pool can be another
+def test_one_client_is_plain_sgd_with_a_fresh_optimiser_every_round(run):
+    keys = {"local-epochs": 2, "momentum": 0.9, "weight-decay": 1e-3, "seed": 7, "lr": 0.005}
+    folder = run(keys, num_clients=1)
+    config = resolve_config(SMALL | keys)
+    source, x, y = digits_of(config)
+    own, _ = client_indices(config, 0, 1)
+    x, y = x[own], y[own]
+    model = model_for(config, source).train()
+    for number in (1, 2):
+        velocity: dict[str, torch.Tensor] = {}
+        for epoch in (0, 1):
+            seed = seed_of(7, number, "client-0000", "batches", epoch)
+            order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
+            for batch in order.split(64):
+                model.zero_grad()
+                F.cross_entropy(model(x[batch]), y[batch]).backward()
+                with torch.no_grad():
+                    for name, weight in model.named_parameters():
+                        gradient = weight.grad + 1e-3 * weight
+                        velocity[name] = 0.9 * velocity.get(name, 0.0) + gradient
+                        weight -= 0.005 * velocity[name]
+    for name, array in final_model(folder).items():
+        torch.testing.assert_close(array, model.state_dict()[name])
+
+
+def test_one_full_batch_step_on_every_client_is_one_centralised_step(run):
+    """With weights n_i / n, whatever the split: eq. (1) of FedAvg with K = 1."""
+    keys = {"num-rounds": 1, "batch-size": 2000, "momentum": 0.0, "weight-decay": 0.0, "alpha": 0.3}
+    keys |= {"data-fraction": 1.0}
+    folder = run(keys)
+    config = resolve_config(SMALL | keys)
+    source, x, y = digits_of(config)
+    model = model_for(config, source)
+    F.cross_entropy(model(x), y).backward()
+    for name, array in final_model(folder).items():
+        weight = model.get_parameter(name)
+        expected = (weight - 0.05 * weight.grad).detach()
+        torch.testing.assert_close(array, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_accuracy_in_the_history_is_that_of_the_model_in_the_folder(run):
+    folder = run({})
+    config = resolve_config(SMALL)
+    source = open_source(config)
+    model = model_for(config, source).eval()
+    model.load_state_dict(final_model(folder))
+    x = (torch.tensor(np.array(source.test.images)) / 255.0 - source.mean[0]) / source.std[0]
+    right = (model(x).argmax(1) == torch.tensor(np.array(source.test.labels))).float()
+    expected = right.mean().item()
+    assert accuracy_of(folder) == pytest.approx(expected, abs=1.5 / len(right))
+
+
+def test_a_line_says_who_trained_on_what_and_how_it_went(run):
+    history = history_of(run({"num-rounds": 3, "evaluate-clients": "all"} | HALF))
+    names = {f"client-{i:04d}" for i in range(NUM_CLIENTS)}
+    assert [line["round"] for line in history] == [1, 2, 3]
+    assert len({tuple(line["participants"]) for line in history}) > 1
+    for line in history:
+        assert len(line["participants"]) == 2
+        assert line["participants"] == sorted(line["participants"])
+        assert line["local_global"]["clients"].keys() == names
+        values = sorted(line["local_global"]["clients"].values())
+        assert line["local_global"]["mean"] == pytest.approx(sum(values) / 4)
+        assert line["local_global"]["worst_decile"] == values[0]
+        assert line["seconds"].keys() >= {"training", "aggregation", "evaluation"}
+        assert line["bytes_down"] > 0 < line["bytes_up"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "evaluated"),
+    [({"evaluate-every": 2}, [2, 4, 5]), ({"evaluate-global": False}, [])],
+)
+def test_the_global_model_is_evaluated_when_the_config_says(run, keys, evaluated):
+    lines = history_of(run(keys | {"num-rounds": 5, "local-epochs": 0}))
+    assert [line["round"] for line in lines if "global" in line] == evaluated
+
+
+@pytest.mark.parametrize(
+    ("method", "whom"),
+    [("fedavg", "none"), ("fedavg", "cohort"), ("fedreco", "cohort"), ("fedreco", "all")],
+)
+def test_the_clients_that_the_config_names_are_evaluated(run, method, whom):
+    for line in history_of(run(HALF | {"method": method, "evaluate-clients": whom})):
+        found = line.get("local_global" if method == "fedavg" else "personal", {})
+        expected = {"none": 0, "cohort": 2, "all": 4}[whom]
+        assert len(found.get("clients", {})) == expected
+
+
+# --- the same again, and resumed ------------------------------------------------------------------
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(run):
+    one, again, other = run(HALF), run(HALF), run(HALF | {"seed": 1})
+    assert one != again
+    assert_same_run(one, again)
+    assert not same_bits(final_model(one), final_model(other))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"method": "moon"},
+        {"method": "scaffold"},
+        {"method": "fedreco", "privacy.epsilon": 0.9},
+        {"method": "fedintr", "server-optimizer": "fedadam"},
+    ],
+    ids=lambda keys: keys["method"],
+)
+def test_two_rounds_and_two_more_are_four(run, keys):
+    whole = run(keys | HALF | {"num-rounds": 4})
+    parts = run(keys | HALF | {"num-rounds": 2})
+    assert resume(parts, num_rounds=4) == parts
+    assert_same_run(parts, whole)
+    assert summary_of(parts)["results"] == summary_of(whole)["results"]
+
+
+class StopIn(RunObserver):
+    """Interrupts the run when `num` clients have answered in a round."""
+
+    def __init__(self, number, num):
+        self.what, self.num = f"round {number}", num
+
+    def on_replies(self, what, num_replies, num_asked):
+        if (what, num_replies) == (self.what, self.num):
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("number", [1, 5])
+def test_a_run_that_is_interrupted_within_a_round_resumes_to_the_same_bits(
+    run, tmp_path, every, number
+):
+    keys = HALF | {"method": "fedpac", "num-rounds": 6, "checkpoint-every": every}
+    whole = run(keys)
+    cut = SMALL | keys | {"output-dir": str(tmp_path), "run-name": "cut"}
+    with pytest.raises(KeyboardInterrupt):
+        run_inline(cut, NUM_CLIENTS, [StopIn(number, 1)])
+    assert summary_of(tmp_path / "cut")["status"] == "stopped"
+    resume(tmp_path / "cut")
+    assert_same_run(tmp_path / "cut", whole)
+
+
+def test_sites_give_the_bits_of_a_simulation(run, tmp_path):
+    keys = SMALL | HALF | {"method": "fedavg", "evaluate-clients": "all"}
+    folder = run_on(InlineGrid(simulated_nodes(4)), keys | {"output-dir": str(tmp_path / "sites")})
+    inline = run(keys)
+    assert same_bits(final_model(folder), final_model(inline))
+    for line, expected in zip(history_of(folder), history_of(inline), strict=True):
+        assert line["losses"] == expected["losses"]
+        assert line["local_global"] == expected["local_global"]
+
+
+# --- clients that fail ----------------------------------------------------------------------------
+
+NO_POWER = "RuntimeError: client-0001 has no power left"
+
+
+@pytest.mark.parametrize(
+    ("method", "what", "words"),
+    [("fedreco", "raise", NO_POWER), ("moon", "nan", "values that are not finite")],
+)
+def test_a_client_that_fails_is_left_out_and_named_and_the_run_goes_on(
+    run, spoil, caplog, method, what, words
+):
+    spoil(lambda client, number: what if (client, number) == ("client-0001", 2) else "")
+    with caplog.at_level(logging.WARNING, logger="keel.server"):
+        folder = run({"method": method, "num-rounds": 3, "local-test-fraction": 0.2})
+    history = history_of(folder)
+    assert [len(line["participants"]) for line in history] == [4, 3, 4]
+    assert words in history[1]["left_out"]["client-0001"]
+    [line] = [text for text in caplog.messages if "left out" in text]
+    assert "client-0001" in line
+    assert (summary_of(folder)["left_out"], summary_of(folder)["status"]) == (1, "finished")
+
+
+def test_the_round_is_averaged_over_those_that_did_not_fail(run, spoil):
+    spoil(lambda client, number: "nan" if client == "client-0001" else "")
+    three_of_four = run({"num-rounds": 1})
+    spoil(lambda client, number: "raise" if client == "client-0001" else "")
+    assert same_bits(final_model(run({"num-rounds": 1})), final_model(three_of_four))
+
+
+def test_when_all_fail_the_run_ends_with_its_checkpoint_and_can_be_resumed(run, spoil, tmp_path):
+    keys = {"method": "moon", "num-rounds": 4, "local-test-fraction": 0.2}
+    whole = run(keys)
+    is_broken = True
+    spoil(lambda client, number: "raise" if number == 3 and is_broken else "")
+    with pytest.raises(TooFewRepliesError) as caught:
+        run(keys | {"run-name": "broken"})
+    assert all(f"client-000{i}" in str(caught.value) for i in range(4))
+    broken = tmp_path / "broken"
+    assert summary_of(broken)["status"] == f"failed: {caught.value}"
+    assert [line["round"] for line in history_of(broken)] == [1, 2]
+    [rejected] = audit_of(broken, "rejected")
+    assert (rejected["round"], len(rejected["clients"])) == (3, 4)
+    is_broken = False
+    resume(broken)
+    assert_same_run(broken, whole)
+
+
+def test_a_model_that_diverges_ends_the_run_with_its_checkpoint_of_the_round_before(
+    run, monkeypatch, tmp_path
+):
+    step, calls = Average.next_arrays, []
+
+    def diverges(self, current, replies):
+        calls.append(1)
+        arrays = step(self, current, replies)
+        return {n: a * torch.inf for n, a in arrays.items()} if len(calls) == 3 else arrays
+
+    monkeypatch.setattr(Average, "next_arrays", diverges)
+    with pytest.raises(DivergedError):
+        run({"method": "fedavg", "num-rounds": 4, "run-name": "cut"})
+    assert [line["round"] for line in history_of(tmp_path / "cut")] == [1, 2]
+    monkeypatch.setattr(Average, "next_arrays", step)
+    resume(tmp_path / "cut")
+    assert same_bits(all_models(tmp_path / "cut"), all_models(run({"num-rounds": 4})))
+
+
+def test_a_client_that_lost_its_state_is_named_and_left_out_until_it_is_reset(run):
+    folder = run({"method": "moon"})
+    lost = folder / "clients" / "client-0002"
+    shutil.rmtree(lost)
+    resume(folder, num_rounds=3)
+    last = history_of(folder)[-1]
+    assert last["reset_needed"] == ["client-0002"]
+    assert "client-0002" in last["left_out"]
+    (lost / "reset-state").touch()
+    resume(folder, num_rounds=4)
+    assert len(history_of(folder)[-1]["participants"]) == 4
+
+
+# --- memory and threads ---------------------------------------------------------------------------
+
+
+def num_held():
+    """How many clients' updates this process holds."""
+    replies = [each for each in gc.get_objects() if type(each) is TrainReply]
+    return sum(bool(reply.arrays) for reply in replies)
+
+
+class HeldUpdates(RunObserver):
+    """Counts them when a round has been written."""
+
+    def __init__(self):
+        self.before, self.found = num_held(), []
+
+    def on_round(self, line):
+        self.found.append(num_held() - self.before)
+
+
+def test_no_update_is_held_after_its_round(tmp_path, no_pictures):
+    observer = HeldUpdates()
+    keys = {"aggregation": "median", "num-rounds": 3, "output-dir": str(tmp_path)}  # needs them all
+    run_inline(SMALL | keys, NUM_CLIENTS, [observer])
+    assert observer.found == [0, 0, 0]
+
+
+def test_a_server_half_computes_with_the_runs_threads(run, monkeypatch):
+    """The last bits of its sums depend on them."""
+    found, next_arrays = [], Average.next_arrays
+
+    def following(self, current, replies):
+        found.append(torch.get_num_threads())
+        return next_arrays(self, current, replies)
+
+    monkeypatch.setattr(Average, "next_arrays", following)
+    run({"method": "fedavg", "num-rounds": 1, "threads": 2})
+    assert found == [2]
