@@ -9,6 +9,7 @@ from flwr.app import ConfigRecord, Error, Message, MessageType, RecordDict
 from flwr.common.constant import ErrorCode
 from roster_fixtures import config_of, entry
 
+import server_app.exchange
 import server_app.sites
 from client_app.setup import dataset_spec_of, open_source
 from flower_adapter import (
@@ -101,6 +102,7 @@ def sites_of(monkeypatch, fleet, saved=None, **config):
     """The sites of this fleet, which live by its clock."""
     config = config_of(**config)
     monkeypatch.setattr(server_app.sites, "time", fleet)
+    monkeypatch.setattr(server_app.exchange, "time", fleet)
     source = open_source(config)
     query = request_record(RosterRequest(config, dataset_spec_of(config, source)))
     return Sites(fleet, config, query, source, saved)

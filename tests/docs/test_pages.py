@@ -16,7 +16,7 @@ from keel.cli import main as command_line
 from keel.deployment import credentials
 from protocol import arrays, discrete_gaussian, messages, privacy
 from protocol.config import default_config
-from server_app import record, sites
+from server_app import exchange, record, sites
 from strategies import validation
 
 repository = Path(__file__).parents[2]
@@ -157,7 +157,7 @@ bounds = {
         ("it waits {} seconds for all clients", sites.GATHER_S),
     ],
     "concepts/architecture.md": [
-        ("again if it returns within {} seconds", sites.RETURN_S),
+        ("again if it returns within {} seconds", exchange.RETURN_S),
     ],
     "how-to/deployment.md": [("will expire within {} days", credentials.min_validity.days)],
 }

@@ -1,8 +1,14 @@
 """Clients that back off, in whole runs."""
 
 import pytest
+from flwr.app import Error, Message, MessageType
 from method_fixtures import METHODS
-from run_fixtures import assert_same_run, history_of, resume
+from run_fixtures import SMALL, assert_same_run, history_of, resume
+
+from flower_adapter import NO_REPLY
+from server_app.pool import WorkerPool
+from server_app.run import run_federation
+from server_app.workers import InlineWorkers
 
 short = {"local-epochs": 0, "evaluate-global": False}
 
@@ -67,3 +73,51 @@ def test_a_resumed_run_backs_off_the_same_clients(run, failing):
     resume(parts, num_rounds=7)
     assert any(line["backed_off"] for line in history_of(whole))
     assert_same_run(parts, whole)
+
+
+class HungPool(WorkerPool):
+    """Clients of which client-0001 answers no messages of `kinds`, in no time."""
+
+    kinds, num_unanswered = (), 0
+
+    def ask(self, messages, what, on_reply, **options):
+        hung = {node for node, entry in self.roster.items() if entry.client == "client-0001"}
+        silent = [
+            message
+            for message in messages
+            if message.metadata.message_type in self.kinds and message.metadata.dst_node_id in hung
+        ]
+        self.num_unanswered += len(silent)
+        others = [message for message in messages if message not in silent]
+        found = super().ask(others, what, on_reply, **options)
+        for message in silent:
+            on_reply(Message(Error(NO_REPLY, "no answer in time"), reply_to=message))
+        return found | {message.metadata.dst_node_id for message in silent}
+
+
+in_training = {1: "no answer in this round's training", 3: "in backoff"}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "not_evaluated"),
+    [
+        ((MessageType.TRAIN, MessageType.EVALUATE), in_training),
+        ((MessageType.EVALUATE,), {3: "no answer to the last evaluations"}),
+    ],
+)
+def test_a_client_that_hangs_is_waited_for_as_often_as_backoff_says(home, kinds, not_evaluated):
+    keys = SMALL | short | {"method": "fedavg", "local-test-fraction": 0.2, "num-rounds": 4}
+    keys |= {"evaluate-clients": "all", "backoff-after": 2, "min-replies": 2, "num-clients": 4}
+    pools = []
+
+    def make_pool(experiment, resumed):
+        pools.append(HungPool(InlineWorkers(), experiment.config, experiment.source, 4))
+        pools[0].kinds = kinds
+        return pools[0]
+
+    history = history_of(run_federation(make_pool, keys).path)
+    assert pools[0].num_unanswered == 2
+    for number, reason in not_evaluated.items():
+        assert history[number - 1]["evaluation_left_out"]["client-0001"] == reason
+    trains = "client-0001" in history[-1]["participants"]
+    assert trains == (MessageType.TRAIN not in kinds)
