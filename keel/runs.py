@@ -18,7 +18,7 @@ from protocol.files import digest, full_path
 from protocol.options import did_you_mean
 from protocol.text import in_one_line, shortened
 from server_app.history import curve, headline_of, scalars
-from server_app.run_reader import CONFIG_FILE, HISTORY_FILE, LOCK_FILE, SUMMARY_FILE, RunReader
+from server_app.run_reader import CONFIG_FILE, HISTORY_FILE, LOCK_FILE, RunReader
 
 STARTING, RUNNING, FINISHED, INTERRUPTED = "starting", "running", "finished", "interrupted"
 GONE = "moved or deleted"
@@ -40,11 +40,6 @@ class SavedRun(RunReader):
         """What commands find it by: its name if it is in the runs directory, else its path."""
         is_there = self.directory.parent == full_path(runs_directory())
         return shlex.quote(self.name if is_there else str(self.directory))
-
-    @property
-    def has_summary(self) -> bool:
-        """Whether there is a summary.json."""
-        return (self.directory / SUMMARY_FILE).exists()
 
     @property
     def is_running(self) -> bool:

@@ -12,7 +12,8 @@ from protocol.config import RunConfig
 from protocol.messages import MachineReport, RosterEntry, error_reason
 from protocol.simulated import joined_content, split_reply
 from protocol.text import in_one_line
-from server_app.roster import ROSTER_FILE, check_simulated_roster, save_roster
+from server_app.roster import check_simulated_roster, save_roster
+from server_app.run_reader import ROSTER_FILE
 from server_app.simulated_roster import SimulatedRoster
 from strategies.sampling import FIRST_NODE
 

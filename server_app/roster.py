@@ -22,8 +22,6 @@ from server_app.run_reader import DAMAGE
 from server_app.simulated_roster import MAX_LISTED, ByName, SimulatedRoster
 from strategies.sampling import name_of
 
-ROSTER_FILE = "roster.json"
-
 
 def read_saved_roster(path: Path) -> dict[int, RosterEntry]:
     """Node id to entry, as `save_roster` wrote it; ValueError naming the file if it is damaged."""

@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from logging.handlers import MemoryHandler
 from pathlib import Path
@@ -146,10 +146,6 @@ class RunDirectory:
                 path.touch()
             keep_lines(path, last_round)
         return run.history[:last_round]
-
-    def clients(self) -> Iterator[Line]:
-        """The lines of clients.jsonl, one by one."""
-        return RunReader(self.path).clients()
 
     def save_checkpoint(self, checkpoint: Checkpoint, model: str) -> str:
         """Write this round's checkpoint and delete all others except the one before; its digest.

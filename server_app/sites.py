@@ -20,7 +20,8 @@ from protocol.messages import MachineReport, RosterEntry, error_reason, read_ros
 from protocol.text import in_one_line, num_of, shortened
 from server_app.exchange import Exchange
 from server_app.identity import REGISTRY_VARIABLE, identity_problem, registered_names
-from server_app.roster import ROSTER_FILE, check_partitions, check_roster, save_roster
+from server_app.roster import check_partitions, check_roster, save_roster
+from server_app.run_reader import ROSTER_FILE
 from strategies.validation import RECORD_BYTES
 
 log = logging.getLogger("keel.server")

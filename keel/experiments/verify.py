@@ -177,7 +177,8 @@ class Replay(RunObserver):
     """Ends a run after some rounds; `lines` are those of the history."""
 
     def __init__(self, num_rounds: int) -> None:
-        self.num_rounds, self.lines, self.manifest = num_rounds, list[Mapping[str, Any]](), {}
+        self.num_rounds, self.lines = num_rounds, list[Mapping[str, Any]]()
+        self.manifest: Mapping[str, Any] = {}
 
     def on_run_start(self, info: RunInfo) -> None:
         """Note what the replay consists of."""

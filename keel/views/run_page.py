@@ -197,8 +197,8 @@ def client_charts(reader: History) -> dict[str, Figure]:
     shown = {key: rounds_shown(reader.lines, key) for key in WHOSE}
     accuracies: dict[str, dict[int, Mapping[str, float]]] = {key: {} for key in WHOSE}
     for line in reader.clients():
-        for key, rounds in shown.items():
-            if line["round"] in rounds:
+        for key, chosen in shown.items():
+            if line["round"] in chosen:
                 accuracies[key][line["round"]] = accuracies_in(line, key)
     for key, by_round in accuracies.items():
         if not by_round:
