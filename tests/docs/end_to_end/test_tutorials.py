@@ -27,14 +27,14 @@ for picture in ("plot_accuracy", "plot_label_distribution"):
     setattr(server_app.report, picture, lambda *what: None)
 """
 README_TEST = """
-from server_app.history import read_history
 from server_app.inline import run_inline
+from server_app.run_reader import RunReader
 
 
 def test_the_readmes_method_trains_and_its_penalty_counts(tmp_path):
     keys = {"method": "fedpull", "num-rounds": 2, "fedpull.mu": 0.5, "lr": 0.05}
     keys |= {"data-fraction": 0.4, "output-dir": str(tmp_path)}
-    lines = read_history(run_inline(keys, num_clients=2) / "history.jsonl")
+    lines = RunReader(run_inline(keys, num_clients=2)).history
     assert [line["round"] for line in lines] == [1, 2]
     assert all(line["losses"]["penalty"] > 0 for line in lines)
 """
