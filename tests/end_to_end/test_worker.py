@@ -16,6 +16,7 @@ from client_fixtures import Client, assert_same_bits, initial, make_config
 from flwr.app import Context, Message, MessageType, RecordDict
 from run_fixtures import wait_until
 
+import client_app.errors
 import client_app.handlers
 import client_app.worker_client
 import client_app.worker_server
@@ -277,7 +278,7 @@ def test_a_worker_ends_after_a_cuda_error_and_not_if_memory_was_full(server, mon
         raise error[0]
 
     monkeypatch.setattr(client_app.worker_server, "answer", client_app.handlers.answer)
-    monkeypatch.setattr(client_app.handlers, "withholds_metrics", lambda message: withheld)
+    monkeypatch.setattr(client_app.errors, "withholds_metrics", lambda message: withheld)
     monkeypatch.setitem(client_app.handlers.handlers, MessageType.QUERY, fail)
     assert server.ask().code == CLIENT_FAILED
     assert not server.worker.is_gpu_lost.is_set()
