@@ -1,4 +1,4 @@
-"""Processes: ending with the parent, forks, freed memory, how many fit on a machine."""
+"""Processes: ending with the parent, forks, freed memory, cores."""
 
 import ctypes
 import os
@@ -43,15 +43,6 @@ def check_not_forked() -> None:
         )
 
 
-def give_back_freed_memory() -> None:
-    """Return the memory that this process has freed to the system, where malloc is glibc's.
-
-    Otherwise each thread's malloc arena keeps the memory of the previous round's arrays.
-    """
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)
-
-
 def keep_freed_memory() -> None:
     """Keep up to 128 MiB of freed memory at the end of the heap, for this process's next request.
 
@@ -84,13 +75,3 @@ def num_cores() -> int:
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def num_shares(available: float, share: float) -> int:
-    """How many processes fit on this many GPUs, each with this share of one.
-
-    A share below 1 is always of a single GPU.
-    """
-    if share < 1:
-        return int(available) * int(1 / share + 1e-9)
-    return int(available / share + 1e-9)

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from protocol.options import CommandOptionError
-from protocol.processes import num_shares
 from protocol.text import num_of
 
 MAX_WORKERS = 4096
@@ -83,3 +82,13 @@ def living_nodes() -> list[Node]:
         for n in ray.nodes()  # type: ignore[no-untyped-call]
         if n["Alive"]
     ]
+
+
+def num_shares(available: float, share: float) -> int:
+    """How many processes fit on this many GPUs, each with this share of one.
+
+    A share below 1 is always of a single GPU.
+    """
+    if share < 1:
+        return int(available) * int(1 / share + 1e-9)
+    return int(available / share + 1e-9)

@@ -263,15 +263,6 @@ def test_projection_heads_at_some_of_the_stages_only():
     assert heads("resnet20", (-1, None)) == {"conv4_x": [(32, 32)]}
 
 
-@pytest.mark.parametrize("name", with_batch_norm)
-@torch.no_grad()
-def test_batch_norm_evaluates_a_batch_of_one(name):
-    about = {"num_classes": 4, "channels": 3, "image_size": 32}
-    model = build_narrow(name, seed=0, norm="batch", **about).eval()
-    x = images(3)
-    torch.testing.assert_close(model(x[:1]), model(x)[:1], rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("name", ["cnn-fedcka", "resnet18"])
 @torch.no_grad()
 def test_projection_is_moons(name):
