@@ -294,7 +294,7 @@ class Average(Strategy):
         failed = {e.client for e in self.addressed.values()} & self.report.left_out.keys()
         self.cohort.note(server_round, {reply.client for reply in accepted}, failed)
         self.report.check_enough(server_round, self.config.rounds)
-        following = self.next_arrays(self.current, accepted)
+        following = self.next_arrays(self.current, accepted) or {}  # {}: a forgotten return
         self.sum = self.extra_total = None
         if wrong := mismatch(following, self.current, with_values=False):
             raise ValueError(
