@@ -142,6 +142,19 @@ def short_source(source: object) -> str:
     return f"{kind}:{Path(path).name}" if colon else kind
 
 
+def method_text(config: Mapping[str, Any]) -> str:
+    """The method, with the server optimizer if that is not plain averaging."""
+    optimizer = config["server-optimizer"]
+    return str(config["method"]) + ("" if optimizer == "fedavg" else f" + {optimizer}")
+
+
+def split_text(config: Mapping[str, Any]) -> str:
+    """The partition of a simulation with its parameter, such as `dirichlet 0.5`."""
+    kind = str(config["partition"])
+    key = {"classes": "classes-per-client", "shards": "shards-per-client"}.get(kind, "alpha")
+    return kind if kind == "iid" else f"{kind} {config[key]}"
+
+
 def uses(config: Mapping[str, Any], key: str) -> bool:
     """Whether a run uses the key: False for an option of another method or server optimizer."""
     table, dot, _ = key.partition(".")

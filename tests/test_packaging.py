@@ -25,7 +25,7 @@ packages = [
 ]
 # Packages that are part of a declared one: flwr's extra [simulation], pydantic's compiled half.
 BROUGHT_ALONG = {"flwr": {"ray"}, "pydantic": {"pydantic-core"}, "mlflow-skinny": {"mlflow"}}
-USED_IF_THERE = {"pandas", "pfl", "fluke"}
+USED_IF_THERE = {"pfl", "fluke"}
 
 
 def declared():

@@ -23,7 +23,7 @@ from protocol.text import printable
 
 RUNS, LISTS, TOOLS, OWN = "Runs", "Available", "Tools", "Your own methods"
 # modules that the image of a deployment lacks
-NOT_IN_IMAGE = ("keel.experiments", "keel.deployment.loopback")
+NOT_IN_IMAGE = ("keel.experiments", "keel.deployment.loopback", "keel.views")
 # name: (module, panel of the help, first line of the help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "run": ("run", RUNS, "Train: `keel run method=fedintr num-rounds=10`."),

@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from keel.cli.interrupts import uninterrupted
+from keel.exports import csv_text
 from keel.runs import (
     COLOURS,
     SavedRun,
@@ -29,7 +30,6 @@ from keel.runs import (
     uses,
 )
 from keel.tables import add_column, is_too_wide, print_table, terminal_console
-from keel.views.exports import csv_text
 from protocol.config import keel_home
 from protocol.files import digest, private_files, write_output
 from protocol.options import typed

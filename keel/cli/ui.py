@@ -35,7 +35,7 @@ def ui(
         ),
     ] = None,
 ) -> None:
-    """Show runs in a browser, live: all runs, one run, a comparison, a deployment's sites.
+    """Show runs in a browser, live: all runs, one run with a deployment's sites, a comparison.
 
     DIRECTORY contains run directories or the output of `keel experiments`, or is $KEEL_HOME; the
     default is $KEEL_HOME/runs. The pages change nothing and load nothing from elsewhere. They are
@@ -65,7 +65,7 @@ def ui(
                 home = Path(opened.enter_context(folder))
             nodes = SuperLinkNodes(SuperLinkClient(home, federation, root_certificates).nodes)
         store = Store(roots)
-        runs = num_of("run", store.runs())
+        runs = num_of("run", store.rows())
         print(f"http://127.0.0.1:{at.getsockname()[1]}/?token={token}", flush=True)
         print(f"{runs} in {', '.join(map(str, roots))}; Ctrl-C stops the server", flush=True)
         serve(create_app(store, token, nodes), at)

@@ -45,9 +45,9 @@ from keel.experiments.settings import (
     package_sentences,
     settings_of,
 )
+from keel.exports import Groups, csv_text, latex, latex_table
 from keel.tables import markdown_cell
 from keel.views.charts import static_file
-from keel.views.exports import Groups, csv_text, latex, latex_table
 from protocol.config import keel_version, resolve_config
 from protocol.files import write_atomically
 from protocol.text import num_of

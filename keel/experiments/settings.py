@@ -8,7 +8,7 @@ from typing import Any
 from keel.experiments.plan import Result, differing, differs, with_own_lengths
 from keel.experiments.recipe import Recipe
 from keel.experiments.runs import Options, data_of, machines_of, run_of, wall_seconds
-from keel.views.store import Entry
+from keel.runs import short_source, split_text
 from protocol.config import resolve_config
 from protocol.options import typed
 from protocol.text import num_of
@@ -57,9 +57,8 @@ def settings_of(
         others |= dict.fromkeys(key for key, *_ in differing(cell, chosen, run))
     flats = list(pairs.values())
     found = []
-    entries = [[Entry("", "", Path(), config=flat) for flat in pair] for pair in flats]
-    found.append(setting("data", [(ours.source, paper.source) for ours, paper in entries]))
-    found.append(setting("split", [(ours.split, paper.split) for ours, paper in entries]))
+    for name, text in (("data", lambda flat: short_source(flat["source"])), ("split", split_text)):
+        found.append(setting(name, [(text(ours), text(paper)) for ours, paper in flats]))
     for key in dict.fromkeys([*SHOWN, *(key for key in others if key not in WHERE)]):
         found.append(setting(key, [(ours.get(key), paper.get(key)) for ours, paper in flats]))
     return found

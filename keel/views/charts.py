@@ -1,17 +1,19 @@
 """Charts as Plotly figures, plain JSON, for the live pages and the report; drawn by charts.js.
 
 Colours, markers and dashes distinguish curves for the colour-blind and in print. Text comes from
-run directories: everything that is shown passes `text_of`, which leaves no markup.
+run directories: everything that is shown passes `in_one_line`, which leaves no markup.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.views.store import text_of
-from protocol.files import digest
+import pandas as pd
+import plotly
+import plotly.graph_objects as go
+
+from protocol.text import in_one_line
 
 Figure = dict[str, Any]
 
@@ -22,18 +24,16 @@ DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 MAX_POINTS = 600  # of a curve
 MAX_BARS = 250  # of a chart: each is an element of the page
 MAX_MARKED = 20  # of a curve's points have a marker
-MAX_NAME = 64  # characters of a client's name: rows and columns of a chart are told apart by it
 MAX_LABEL = 24  # characters of a client's name beside an axis
 MAX_LONG_REFERENCES = 4  # of a chart: more are drawn near their round only
-MAX_WHOLE_LEGEND = 8  # curves: the legend of more scrolls if it needs more than LEGEND_SHARE
-LEGEND_SHARE = 0.25  # of a chart's height; Plotly's default is half
+MAX_WHOLE_LEGEND = 8  # curves: the legend of more scrolls
 BAND_ALPHA = 0.15
 SCALE = "Cividis"  # perceptually uniform, the same for the colour-blind
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A named line. spread: half the height of the band around it, None where there is no band.
+    """A named line. spread: half the height of the band around it; None where there is no band.
 
     note: of each point, on hover.
     references: (x, value) of a paper, drawn as dotted lines up to x.
@@ -52,10 +52,28 @@ class Curve:
 def static_file(name: str) -> Path:
     """A stylesheet or script of Keel's, or Plotly's own script from its package."""
     if name == "plotly.js":
-        import plotly
-
         return Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
     return Path(__file__).parent / "static" / name
+
+
+def figure_of(traces: Iterable[Any], x: str, y: str, **layout: Any) -> Figure:
+    """The traces with axis titles; ValueError for what Plotly does not know."""
+    figure = go.Figure(list(traces))
+    figure.update_layout(
+        template="none",
+        showlegend=True,  # a curve alone has a name too
+        margin={"l": 56, "r": 12, "t": 12, "b": 44},
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "tracegroupgap": 0},
+        hovermode="x unified",
+        hoverdistance=-1,  # the nearest round, however far the mouse is from its point
+    )
+    axis = {"automargin": True, "title_standoff": 8}
+    figure.update_xaxes(title_text=x, **axis)
+    figure.update_yaxes(title_text=y, exponentformat="power", **axis)
+    figure.update_layout(**layout)
+    found: Figure = figure.to_dict()
+    del found["layout"]["template"]  # charts.js has the page's colours
+    return found
 
 
 def kept_points(y: Sequence[float], max_points: int = MAX_POINTS) -> list[int]:
@@ -74,24 +92,6 @@ def kept_points(y: Sequence[float], max_points: int = MAX_POINTS) -> list[int]:
     return sorted(kept)
 
 
-def layout(x: str, y: str, **more: Any) -> dict[str, Any]:
-    """What all charts share: axis titles, margins, one hover box for all curves."""
-    return {
-        "xaxis": {"title": {"text": x, "standoff": 8}, "automargin": True, **more.pop("xaxis", {})},
-        "yaxis": {
-            "title": {"text": y, "standoff": 6},
-            "automargin": True,
-            "exponentformat": "power",
-            **more.pop("yaxis", {}),
-        },
-        "margin": {"l": 56, "r": 12, "t": 12, "b": 44},
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "tracegroupgap": 0},
-        "hovermode": "x unified",
-        "hoverdistance": -1,  # the nearest round, however far the mouse is from its point
-        **more,
-    }
-
-
 def curves(
     found: Iterable[Curve],
     x: str,
@@ -101,125 +101,106 @@ def curves(
     max_points: int = MAX_POINTS,
 ) -> Figure:
     """Lines with bands, each with its colour, marker and dash; the y-range fits the data."""
-    data: list[dict[str, Any]] = []
-    # counted with those that have no points yet, so that no colour changes when they get some
+    # places count curves without points, so that no colour changes when these get some
     placed = enumerate(found)
     shown = [(c, i if c.place is None else c.place) for i, c in placed if len(c.x)]
-    names = [text_of(curve.name, 120) for curve, _ in shown]
     are_few = sum(len(curve.references) for curve, _ in shown) <= MAX_LONG_REFERENCES
-    for number, (curve, place) in enumerate(shown):
-        name = names[number]
-        uid = uid_of(name if names.index(name) == number else f"{name} {number}")
-        kept = kept_points(curve.y, max_points)
-        xs, ys = ([rounded(part[i]) for i in kept] for part in (curve.x, curve.y))
-        colour, dash = PALETTE[place % len(PALETTE)], DASHES[place // len(PALETTE) % len(DASHES)]
-        group = f"curve {number}"
-        silent = {"hoverinfo": "skip", "showlegend": False, "legendgroup": group}
-        if curve.spread and any(curve.spread):
-            data.append({**band(curve, kept, colour), **silent, "uid": f"{uid}-band"})
-        for i, (end, value) in enumerate(curve.references):
-            start = xs[0] if are_few else max(xs[0], end - (xs[-1] - xs[0]) / 8)
-            reference = {
-                "type": "scatter",
-                "mode": "lines",
-                "x": [rounded(start), rounded(end)],
-                "y": [rounded(value)] * 2,
-                "line": {"color": colour, "dash": "dot"},
-            }
-            data.append({**reference, **silent, "uid": f"{uid}-reference-{i}"})
-        symbol = MARKERS[place % len(MARKERS)]
-        trace: dict[str, Any] = {
-            "type": "scatter",
-            "mode": "lines+markers",
-            "uid": uid,
-            "name": name,
-            "x": xs,
-            "y": ys,
-            "legendgroup": group,
-            "line": {"color": colour, "dash": dash, "width": 2},
-            "marker": {"symbol": symbol, "size": 6, "color": colour, "maxdisplayed": MAX_MARKED},
-            "hovertemplate": "%{y:.4~g}%{customdata}",
-            "customdata": [""] * len(xs),
-        }
-        if curve.note:
-            trace["customdata"] = [f" {curve.note[i]}" for i in kept]
-        data.append(trace)
-    xaxis: dict[str, Any] = {}
-    if log_x:
-        xaxis = {"type": "log"}
-    elif x == "round":
-        xaxis = {"tickformat": "d", "rangemode": "normal"}
-        lengths = [trace["x"][-1] - trace["x"][0] for trace in data if "name" in trace]
-        if 0 < max(lengths, default=0) < 8:
-            xaxis["dtick"] = 1
-    yaxis = {"type": "log"} if log_y else {}
-    figure: Figure = {"data": data, "layout": layout(x, y, xaxis=xaxis, yaxis=yaxis)}
-    figure["layout"]["showlegend"] = True  # a curve alone has a name too
-    if len(shown) > MAX_WHOLE_LEGEND:
-        figure["layout"]["legend"]["maxheight"] = LEGEND_SHARE
+    traces = [
+        trace
+        for number, (curve, place) in enumerate(shown)
+        for trace in traces_of(curve, place, f"curve {number}", max_points, are_few)
+    ]
+    figure = figure_of(traces, x, y)
+    xaxis, yaxis, legend = (figure["layout"][key] for key in ("xaxis", "yaxis", "legend"))
+    if x == "round":
+        longest = max((max(c.x) - min(c.x) for c, _ in shown), default=0)
+        xaxis |= {"tickformat": "d", "rangemode": "normal"}
+        xaxis |= {"dtick": 1} if 0 < longest < 8 else {}
+    xaxis |= {"type": "log"} if log_x else {}
+    yaxis |= {"type": "log"} if log_y else {}
+    legend |= {"maxheight": 0.25} if len(shown) > MAX_WHOLE_LEGEND else {}
     return figure
 
 
-def band(curve: Curve, kept: Sequence[int], colour: str) -> dict[str, Any]:
-    """The area within `spread` of a curve, at the points `kept` that have a spread."""
-    assert curve.spread is not None
-    inside = [(i, s) for i in kept if (s := curve.spread[i]) is not None]
-    around = [rounded(curve.x[i]) for i, _ in inside]
-    edges = [rounded(curve.y[i] + s) for i, s in inside]
-    edges += [rounded(curve.y[i] - s) for i, s in reversed(inside)]
-    rgb = ", ".join(map(str, bytes.fromhex(colour[1:])))  # #RRGGBBAA needs Plotly 7
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "x": around + around[::-1],
-        "y": edges,
-        "fill": "toself",
-        "fillcolor": f"rgba({rgb}, {BAND_ALPHA})",
-        "line": {"width": 0},
-    }
+def traces_of(
+    curve: Curve, place: int, group: str, max_points: int, has_long_references: bool
+) -> list[Any]:
+    """A curve's band, its references, and its line last."""
+    kept = kept_points(curve.y, max_points)
+    xs, ys = ([rounded(part[i]) for i in kept] for part in (curve.x, curve.y))
+    colour, dash = PALETTE[place % len(PALETTE)], DASHES[place // len(PALETTE) % len(DASHES)]
+    silent = {"hoverinfo": "skip", "showlegend": False, "legendgroup": group, "mode": "lines"}
+    traces = []
+    if curve.spread:
+        inside = [(i, s) for i in kept if (s := curve.spread[i]) is not None]
+        around = [rounded(curve.x[i]) for i, _ in inside]
+        edges = [rounded(curve.y[i] + s) for i, s in inside]
+        edges += [rounded(curve.y[i] - s) for i, s in reversed(inside)]
+        rgb = ", ".join(map(str, bytes.fromhex(colour[1:])))
+        fill = {"fill": "toself", "fillcolor": f"rgba({rgb}, {BAND_ALPHA})", "line_width": 0}
+        traces.append(go.Scatter(x=around + around[::-1], y=edges, **fill, **silent))
+    for end, value in curve.references:
+        start = xs[0] if has_long_references else max(xs[0], end - (xs[-1] - xs[0]) / 8)
+        ends = {"x": [rounded(start), rounded(end)], "y": [rounded(value)] * 2}
+        traces.append(go.Scatter(**ends, line={"color": colour, "dash": "dot"}, **silent))
+    line = go.Scatter(
+        x=xs,
+        y=ys,
+        name=in_one_line(curve.name, 120),
+        legendgroup=group,
+        mode="lines+markers",
+        line={"color": colour, "dash": dash, "width": 2},
+        marker={
+            "symbol": MARKERS[place % len(MARKERS)],
+            "size": 6,
+            "color": colour,
+            "maxdisplayed": MAX_MARKED,
+        },
+        hovertemplate="%{y:.4~g}%{customdata}",
+        customdata=[f" {curve.note[i]}" for i in kept] if curve.note else [""] * len(xs),
+    )
+    return [*traces, line]
 
 
-def stacked(
-    x: Sequence[float | str], parts: dict[str, Sequence[float]], x_title: str, y_title: str
-) -> Figure:
-    """Bars over x, one colour for each part; parts that are 0 throughout are left out."""
-    num_sums = math.ceil(len(x) / MAX_BARS) or 1  # rounds that share a bar
-    data = [
-        {
-            "type": "bar",
-            "name": text_of(name, 80),
-            "uid": uid_of(name),
-            "x": list(x[::num_sums]),
-            "y": [rounded(sum(values[i : i + num_sums])) for i in range(0, len(x), num_sums)],
-            "marker": {"color": PALETTE[place % len(PALETTE)], "line": {"width": 0}},
-        }
-        for place, (name, values) in enumerate(parts.items())
-        if any(values)
+def stacked(parts: pd.DataFrame, y: str) -> Figure:
+    """Stacked bars by round, a colour for each column; columns that are 0 throughout have none."""
+    size = -(-len(parts) // MAX_BARS) or 1  # rounds that share a bar
+    sums = parts.fillna(0).groupby(pd.RangeIndex(len(parts)) // size).sum()
+    traces = [
+        go.Bar(
+            x=list(parts.index[::size]),
+            y=[rounded(value) for value in sums.iloc[:, place]],
+            name=in_one_line(name, 80),
+            marker={"color": PALETTE[place % len(PALETTE)], "line": {"width": 0}},
+        )
+        for place, name in enumerate(parts)
+        if sums.iloc[:, place].any()
     ]
-    heights = [sum(each) for each in zip(*(trace["y"] for trace in data), strict=True)]
-    if num_sums > 1:
-        y_title += f" in {num_sums} rounds"
-    more: dict[str, Any] = {
-        "barmode": "stack",
-        "bargap": 0.05,
-        "yaxis": whole_ticks(heights),
-        "showlegend": True,  # a part alone has a name too
-    }
-    return {"data": data, "layout": layout(x_title, y_title, **more)}
+    title = f"{y} in {size} rounds" if size > 1 else y
+    are_few = sums.sum(axis="columns").max() <= 5 and y == "clients"  # there are no half clients
+    figure = figure_of(traces, "round", title, barmode="stack", bargap=0.05)
+    figure["layout"]["yaxis"] |= {"dtick": 1} if are_few else {}
+    return figure
 
 
-def uid_of(name: str) -> str:
-    """A trace's uid, by which Plotly recognises a trace that a viewer has hidden.
-
-    It is part of a CSS selector by which Plotly removes traces: other characters make it fail.
-    """
-    return digest(name.encode(errors="replace"))
-
-
-def whole_ticks(heights: Sequence[float]) -> dict[str, Any]:
-    """Whole-number ticks if the bars are low counts, as there are no half clients; else {}."""
-    is_low_count = max(heights, default=0) <= 5 and all(float(h).is_integer() for h in heights)
-    return {"dtick": 1} if is_low_count else {}
+def heat_map(table: pd.DataFrame, x: str, y: str, colours: str, **layout: Any) -> Figure:
+    """Colours of a table of numbers, its first row at the top; what is missing has no colour."""
+    names, columns = ([in_one_line(name, 64) for name in labels] for labels in table.axes)
+    trace = go.Heatmap(
+        z=[[None if pd.isna(v) else rounded(v) for v in row] for row in table.to_numpy()],
+        x=columns,
+        y=names,
+        colorscale=SCALE,
+        colorbar={"title": {"text": colours, "side": "right"}, "thickness": 12},
+        hovertemplate=f"%{{y}}, %{{x}}: %{{z:.4~g}} {colours}<extra></extra>",
+    )
+    figure = figure_of([trace], x, y, hovermode="closest", **layout)
+    labels = {"xaxis": columns, "yaxis": names}
+    for axis, texts in labels.items():
+        figure["layout"][axis] |= {"type": "category", "labelalias": short_labels(texts)}
+    figure["layout"]["xaxis"]["nticks"] = 12
+    figure["layout"]["yaxis"]["autorange"] = "reversed"
+    return figure
 
 
 def short_labels(names: Iterable[str]) -> dict[str, str]:
@@ -228,66 +209,17 @@ def short_labels(names: Iterable[str]) -> dict[str, str]:
     return {n: f"{n[:half]}…{n[1 - half :]}" for n in names if len(n) > MAX_LABEL}
 
 
-def heat_map(
-    z: Sequence[Sequence[float | None]],
-    x: Sequence[Any],
-    y: Sequence[str],
-    x_title: str,
-    y_title: str,
-    colours: str,
-    **more: Any,
-) -> Figure:
-    """Colours over two axes; z[i][j] belongs to y[i] and x[j]. None has no colour."""
-    names = [text_of(name, MAX_NAME) for name in y]
-    trace = {
-        "type": "heatmap",
-        "x": list(x),
-        "y": names,
-        "colorscale": SCALE,
-        "z": [[None if v is None else rounded(v) for v in row] for row in z],
-        "colorbar": {"title": {"text": colours, "side": "right"}, "thickness": 12},
-        "hovertemplate": f"%{{y}}, {x_title} %{{x}}: %{{z:.4~g}} {colours}<extra></extra>",
-        **more,
-    }
-    yaxis = {"autorange": "reversed", "type": "category", "title": {"text": y_title}}
-    yaxis["labelalias"] = short_labels(names)
-    return {"data": [trace], "layout": layout(x_title, y_title, yaxis=yaxis, hovermode="closest")}
-
-
-def histogram(values: Sequence[float], title: str, y_title: str, num_bins: int = 20) -> Figure:
-    """How many values fall into each of equal bins; equal values are one bar around the value."""
-    low, high = min(values), max(values)
-    width = (high - low) / num_bins
-    xaxis: dict[str, Any] = {}
-    if rounded(low) == rounded(high):
-        xaxis = {"tickvals": [rounded(low)], "range": [low - 5, low + 5]}
-        low, width, num_bins = low - 0.5, 1.0, 1
-    counts = [0] * num_bins
-    for value in values:
-        counts[min(num_bins - 1, int((value - low) / width))] += 1
-    centres = [rounded(low + (i + 0.5) * width) for i in range(num_bins)]
-    trace = {
-        "type": "bar",
-        "x": centres,
-        "y": counts,
-        "width": [width] * num_bins,
-        "marker": {"color": PALETTE[0], "line": {"width": 0}},
-        "hovertemplate": "%{x:.2f}: %{y}<extra></extra>",
-    }
-    more = {"xaxis": xaxis, "yaxis": whole_ticks(counts), "hovermode": "closest"}
-    return {"data": [trace], "layout": layout(title, y_title, **more)}
+def histogram(values: Iterable[float], x: str, y: str) -> Figure:
+    """How many values fall into each bin."""
+    bins = go.Histogram(
+        x=[rounded(value) for value in values],
+        nbinsx=20,
+        marker={"color": PALETTE[0], "line": {"width": 0}},
+        hovertemplate="%{x}: %{y}<extra></extra>",
+    )
+    return figure_of([bins], x, y, hovermode="closest", showlegend=False)
 
 
 def rounded(value: float) -> float:
     """Six significant digits: more only makes a page larger."""
     return float(f"{value:.6g}")
-
-
-def smoothed(values: Sequence[float], weight: float) -> list[float]:
-    """The exponential moving average, corrected for its start; weight 0 changes nothing."""
-    average, total, found = 0.0, 0.0, []
-    for value in values:
-        average = weight * average + (1 - weight) * value
-        total = weight * total + (1 - weight)
-        found.append(average / total)
-    return found

@@ -85,6 +85,7 @@ def test_every_command_loads_and_shows_its_help(name, printed):
     [
         (("experiments", "list"), "keel.experiments.scale"),
         (("deploy", "loopback"), "keel.deployment.loopback"),
+        (("ui",), "keel.views.server"),
     ],
 )
 def test_a_command_that_the_image_lacks_is_one_line(arguments, module):

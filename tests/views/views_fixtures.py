@@ -1,12 +1,12 @@
-"""Run directories with every kind of damage, and a client of the pages without a server."""
+"""A client of the pages without a server, and run directories with every kind of damage."""
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from keel.views.guard import Guard
 from keel.views.server import create_app
 from keel.views.store import Store
 from tests.tools.run_directories import make_run
@@ -21,13 +21,13 @@ class Pages:
     def __init__(self, *roots: Path) -> None:
         self.store = Store(roots)
         self.app = create_app(self.store, TOKEN)
-        self.cookies = {self.app.cookie: TOKEN}
+        self.cookies = {Guard(TOKEN).cookie: TOKEN}
 
     def get(self, path: str, method: str = "GET", **options: Any) -> httpx.Response:
         """One request. Options: headers, cookies."""
 
         async def send() -> httpx.Response:
-            transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=True)
+            transport = httpx.ASGITransport(app=self.app)
             cookies = options.pop("cookies", self.cookies)
             async with httpx.AsyncClient(
                 transport=transport, base_url="http://127.0.0.1:8777", cookies=cookies
@@ -38,30 +38,21 @@ class Pages:
 
     def id_of(self, name: str) -> str:
         """The id of the run of this name."""
-        return next(entry.id for entry in self.store.runs().values() if entry.name == name)
+        return next(row["id"] for row in self.store.rows() if row["name"] == name)
 
 
 def damaged_runs(base: Path) -> list[str]:
     """Make run directories that are damaged in every way; returns their names."""
 
     def run(name: str, **keys: Any) -> Path:
-        return make_run(base / name, {"method": "fedavg"}, 3, **keys)
+        return make_run(base / name, {"method": "fedavg"}, 3, ["a", "b"], **keys)
 
-    run("half-written", num_written=2, status="running")
-    with (base / "half-written" / "history.jsonl").open("a") as file:
+    with (run("half-written", num_written=2, status="running") / "history.jsonl").open("a") as file:
         file.write('{"round": 3, "participants": ["cli')
     (run("no-summary") / "summary.json").unlink()
     (run("no-history") / "history.jsonl").unlink()
-    for name in ("config", "summary", "roster"):
-        (run(f"empty-{name}") / f"{name}.json").write_text("")
-        (run(f"deep-{name}") / f"{name}.json").write_text("[" * 100_000)
-        (run(f"wrong-{name}") / f"{name}.json").write_text('{"config": 3, "round": "x"}')
-        (run(f"binary-{name}") / f"{name}.json").write_bytes(bytes(range(256)))
-    strange = {"round": 1, "losses": {"a": "b"}, "seconds": {"x": None}, "left_out": {"c": 1}}
-    lines = ["7", "null", "[[", "{}", '{"round": 1e999}', "[" * 100_000, json.dumps(strange)]
-    (run("wrong-history") / "history.jsonl").write_text("\n".join(lines) + "\n")
-    (run("binary-history") / "history.jsonl").write_bytes(bytes(range(256)) * 20)
-    linked = run("linked")
-    (linked / "run.log").unlink()
-    (linked / "run.log").symlink_to("/etc/passwd")
+    for name in ("config.json", "summary.json", "roster.json", "history.jsonl", "clients.jsonl"):
+        (run(f"empty-{name}") / name).write_text("")
+        (run(f"wrong-{name}") / name).write_text('{"config": 3, "round": 1}\n')
+        (run(f"binary-{name}") / name).write_bytes(bytes(range(256)))
     return sorted(path.name for path in base.iterdir())

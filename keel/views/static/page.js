@@ -9,81 +9,50 @@ const all = (selector, root = document) => [...root.querySelectorAll(selector)];
 
 const PROBLEMS = {403: "refused: open the new link of keel ui", 404: "this run is gone"};
 
-function say(text) {
-  const link = find("#link");
-  link.textContent = text;
-  link.className = text === "live" ? "" : "problem";
+// Looks again and again. `address` is called with the version that is shown, "" for none.
+async function follow(address, apply) {
+  let version = "";
+  for (;;) {
+    let text = "live";
+    try {
+      const answer = document.hidden && version ? {status: 204} : await fetch(address(version));
+      if (answer.status === 200) {
+        const news = await answer.json();
+        version = news.version;
+        apply(news);
+      } else if (answer.status !== 204) {
+        text = PROBLEMS[answer.status] ?? `error ${answer.status}`;
+      }
+    } catch {
+      text = "keel ui has ended";
+    }
+    find("#link").textContent = text;
+    find("#link").className = text === "live" ? "" : "problem";
+    await new Promise(done => setTimeout(done, POLL_MS));
+  }
 }
 
-async function look(address) {
-  const answer = await fetch(address);
-  if (answer.status === 204) return null;
-  if (!answer.ok) throw Object.assign(new Error(answer.statusText), { status: answer.status });
-  return answer.json();
-}
-
-// Rewrites a place; what had the focus there has it afterwards too.
-function keepFocus(place, write) {
-  const before = document.activeElement, was = place.contains(before);
-  const name = each => ["value", "href", "aria-label"].map(key => each.getAttribute(key)).join();
-  write();
-  if (!was || document.activeElement === before) return;
-  all(before.tagName, place).find(each => name(each) === name(before))?.focus({preventScroll: true});
-}
-
-const END = 1e9;  // of any scrolling
-const isAtEnd = each => each.scrollTop + each.clientHeight > each.scrollHeight - 2;
-
+// Rewrites a place. What is open stays open; a log at its end stays there.
 function write(place, html) {
   const open = all("details", place).map(each => each.open);
-  const scroll = all(".tall, .log", place).map(each => each.matches(".log") && isAtEnd(each) ? END : each.scrollTop);
+  const log = find(".log", place);
+  const isAtEnd = !log || log.scrollTop + log.clientHeight > log.scrollHeight - 2;
+  const scroll = log?.scrollTop;
   place.innerHTML = html;  // escaped on the server
   all("details", place).forEach((each, i) => { if (i in open) each.open = open[i]; });
-  all(".tall, .log", place).forEach((each, i) => { each.scrollTop = scroll[i] ?? (each.matches(".log") ? END : 0); });
+  for (const each of all(".log", place)) each.scrollTop = isAtEnd ? each.scrollHeight : scroll;
 }
 
 function show(news) {
-  for (const [name, html] of Object.entries(news.html ?? {})) {
-    const place = find(`[data-html="${name}"]`);
-    keepFocus(place, () => write(place, html));
-  }
-  for (const name of news.coming ?? []) find(`[data-chart="${name}"]`).closest("figure").hidden = false;
-  for (const [name, figure] of Object.entries(news.charts ?? {})) {
+  for (const [name, html] of Object.entries(news.html)) write(find(`[data-html="${name}"]`), html);
+  for (const [name, figure] of Object.entries(news.charts)) {
     const element = find(`[data-chart="${name}"]`);
-    if (!element) continue;
     element.closest("figure").hidden = false;
     drawWhenNear(element, () => figure);
   }
 }
 
-// Looks again and again; `address` is called with the version that is shown, "" for none.
-async function follow(address, apply, pause = POLL_MS, version = "") {
-  say("live");  // the page has just been loaded
-  if (version) await new Promise(done => setTimeout(done, pause));
-  for (;;) {
-    try {
-      if (!document.hidden || !version) {
-        const news = await look(address(version));
-        say("live");
-        if (news) { version = news.version ?? "once"; await apply(news); }
-      }
-    } catch (error) {
-      say(PROBLEMS[error.status] ?? (error.status ? `error ${error.status}` : "keel ui has ended"));
-    }
-    await new Promise(done => setTimeout(done, pause));
-  }
-}
-
 // --- pages ------------------------------------------------------------------------------------
-
-function showAge(cell) {  // as `duration` on the server
-  const changed = -cell.dataset.value;
-  const s = Math.max(0, Math.round(Date.now() / 1000 - changed));
-  const units = [[86400, "d", 3600, "h"], [3600, "h", 60, "min"], [60, "min", 1, "s"]];
-  const [size, unit, part, name] = units.find(each => s >= each[0]) ?? [];
-  const text = size ? `${Math.floor(s / size)} ${unit} ${Math.floor(s % size / part)} ${name}` : `${s} s`;
-  if (changed && cell.textContent !== text) cell.textContent = text;
-}
 
 function runsPage(table) {
   const filter = find("#filter"), compare = find("#compare");
@@ -123,36 +92,25 @@ function runsPage(table) {
     choose(rows().filter(r => settings.has(r.dataset.setting)).map(r => r.dataset.id));
   });
   makeSortable(table);
-  setInterval(() => all(".age", table).forEach(showAge), POLL_MS);
   chooseListed(history.state ?? []);
-  follow(version => `/rows?version=${version}`, news => keepFocus(table, () => {
+  follow(version => `/rows?version=${version}`, news => {
+    const focused = document.activeElement.value;
     table.tBodies[0].innerHTML = news.html;
     sortRows(table);
     chooseListed([...chosen]);
-  }), 2 * POLL_MS, table.dataset.version);
-}
-
-async function runPage(place) {
-  const base = `/run/${place.dataset.id}`;
-  // the data of the first screen is requested before all others
-  await new Promise(shown => {
-    follow(version => `${base}/data?version=${version}`, news => { try { show(news); } finally { shown(); } });
+    boxes().find(box => box.value === focused)?.focus({preventScroll: true});
   });
-  follow(version => `${base}/clients?version=${version}`, show, 3 * POLL_MS);
-  look(`${base}/labels`).then(show);
 }
 
 function comparePage(form) {
   const query = () => new URLSearchParams(new FormData(form));
-  let newest = 0;
 
   async function refresh() {
-    const number = ++newest, words = query();
+    const words = query();
     history.replaceState(null, "", `/compare?${words}`);
     for (const link of all("[data-export]")) link.href = `${link.dataset.export}?${words}`;
-    const news = await look(`/compare/data?${words}`);
-    if (news && number === newest) show(news);
-    return news;
+    const answer = await fetch(`/compare/data?${words}`);
+    if (answer.ok && `${query()}` === `${words}`) show(await answer.json());
   }
 
   form.addEventListener("input", refresh);
@@ -163,10 +121,9 @@ function comparePage(form) {
     Plotly.downloadImage(chart, {format: "png", scale: 2, filename: "compare"});
   });
   refresh();
-  follow(version => `/compare/data?${query()}&version=${version}`, show, 2 * POLL_MS);
+  follow(version => `/compare/data?${query()}&version=${version}`, show);
 }
 
 if (find("#runs")) runsPage(find("#runs"));
-if (find("#run")) runPage(find("#run"));
+if (find("#run")) follow(version => `/run/${find("#run").dataset.id}/data?version=${version}`, show);
 if (find("#controls")) comparePage(find("#controls"));
-if (find("#deployment")) follow(version => `/deployment/data?version=${version}`, show, 2 * POLL_MS);
