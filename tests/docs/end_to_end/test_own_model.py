@@ -35,7 +35,7 @@ def copy(tmp_path: Path) -> Path:
 
 def test_the_pages_model_passes_the_tests_and_trains(copy: Path) -> None:
     commands = re.findall(r"^(?:python -m|keel) .*", page, re.M)
-    assert len(commands) == 3
+    assert len(commands) == 4
     environment = os.environ | {"PYTHONPATH": str(copy), "KEEL_HOME": str(copy / "home")}
     for command in commands:
         words = command.removeprefix("python -m ").split()
