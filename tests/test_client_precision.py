@@ -96,7 +96,9 @@ def test_auto_is_bf16_for_large_networks_where_the_device_has_it(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: flags["capability"])
     device = torch.device(device)
-    model = SimpleNamespace(weights=[torch.empty(num_parameters, device="meta")], modules=list)
+    model = SimpleNamespace(
+        parameters=lambda: [torch.empty(num_parameters, device="meta")], modules=list
+    )
     assert resolved("auto", model, device) == expected
     for precision in ("fp32", "tf32", "bf16"):
         assert resolved(precision, model, device) == precision

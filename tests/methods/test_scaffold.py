@@ -37,6 +37,10 @@ class Number(nn.Module):
         super().__init__()
         self.theta = nn.Parameter(torch.zeros(1, dtype=torch.float64))
 
+    @property
+    def tensors(self):
+        return {"theta": self.theta}
+
     def run(self, x, layers=(), *, to_logits=True):
         return self.theta, []
 
