@@ -212,8 +212,8 @@ class RoundsConfig:
     )
     backoff_after: int = option(
         at_least(0),
-        "failures in a row after which a client is not sampled (in a deployment, not evaluated "
-        "either) for five rounds; 0: never",
+        "failures in a row after which a client is neither sampled nor evaluated for five rounds; "
+        "0: never",
     )
     norm_bound: str = option(
         one_of("off", "fixed", "median"), "bound on the norm of a client's update"

@@ -212,7 +212,7 @@ class Average(Strategy):
         """Does nothing: Flower's own loop calls it, Keel's does not."""
 
     def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid | None
     ) -> Iterable[Message]:
         """A train message for every sampled client; `config` is the request's record."""
         self.current = tensors(arrays)

@@ -1,7 +1,9 @@
 """Whole runs on the inline engine, and on sites in this process."""
 
+import errno
 import gc
 import logging
+import os
 import shutil
 
 import numpy as np
@@ -24,6 +26,7 @@ from run_fixtures import (
     summary_of,
 )
 
+import server_app.run_directory
 from client_app.setup import client_indices, model_for, open_source, pixels_of
 from protocol.config import resolve_config
 from protocol.messages import TrainReply
@@ -340,3 +343,28 @@ def test_a_server_half_computes_with_the_runs_threads(run, monkeypatch):
     monkeypatch.setattr(Average, "next_arrays", following)
     run({"method": "fedavg", "num-rounds": 1, "threads": 2})
     assert found == [2]
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_ends_the_run_in_one_line_and_a_resume_goes_on(run, monkeypatch, tmp_path):
+    write = server_app.run_directory.write_atomically
+
+    def full(path, *content):
+        if path.name.startswith("round-00002"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, *content)
+
+    whole = run({"method": "moon"})
+    with monkeypatch.context() as patch:
+        patch.setattr(server_app.run_directory, "write_atomically", full)
+        with pytest.raises(OSError, match=r"No space left on device: '.*round-00002"):
+            run({"method": "moon", "run-name": "cut"})
+    resume(tmp_path / "cut")
+    assert_same_run(tmp_path / "cut", whole)
+
+
+def test_what_a_run_writes_is_for_its_user_alone(run):
+    folder = run({"method": "moon"})
+    assert {path.stat().st_mode & 0o077 for path in [folder, *folder.rglob("*")]} == {0}
