@@ -18,7 +18,7 @@ from protocol.text import in_one_line
 
 log = logging.getLogger("keel.client")
 
-NUM_EAGER = 2  # calls before the recording, in which libraries allocate their memory
+NUM_EAGER = 2  # calls before the first recording, in which libraries allocate their memory
 MIN_CALLS = 8  # of the same form; for fewer, recording takes longer than it saves
 
 
@@ -79,13 +79,15 @@ class Recording:
 class Replayed:
     """A function of nested tensors whose kernels are recorded for each form of its inputs.
 
-    The third call is recorded. The function may read and write other tensors, in place; whatever
-    else it reads must not change. If a graph cannot have it, because it waits for the device, say,
-    it is called as it is for the rest of the run.
+    The third call is recorded, or the second if such a function has been recorded before in this
+    process, whose libraries then have their memory. The function may read and write other tensors,
+    in place; whatever else it reads must not change. If a graph cannot have it, because it waits
+    for the device, say, it is called as it is for the rest of the run.
     what: names it in the log, where that is said once.
     """
 
     obstacles: ClassVar[dict[str, str]] = {}  # why not, by `what`
+    recorded: ClassVar[set[str]] = set()  # each `what` of a recording
 
     def __init__(self, function: Callable[[Any], Any], what: str) -> None:
         self.function, self.what = function, what
@@ -97,10 +99,12 @@ class Replayed:
         if self.what in self.obstacles:
             return self.function(inputs)
         leaves, spec = pytree.tree_flatten(inputs)
+        num_eager = 1 if self.what in self.recorded else NUM_EAGER
         try:
             form = (spec, *map(form_of, leaves))
-            if form not in self.recordings and self.calls[form] >= NUM_EAGER:
+            if form not in self.recordings and self.calls[form] >= num_eager:
                 self.recordings[form] = Recording(self.function, inputs)
+                self.recorded.add(self.what)
         except (TypeError, RuntimeError) as error:
             reason = in_one_line(error.__context__ or error)  # `capture_end` fails too
             self.obstacles[self.what] = reason
