@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -30,7 +31,7 @@ pytest.register_assert_rewrite("run_fixtures")  # its assertions, too, show both
 LONGEST = (
     *("test_experiments_runs.py", "test_loopback.py"),
     *("test_keel_run_flower.py", "test_flwr_run.py", "test_run.py", "test_tutorials.py"),
-    *("test_wheel.py", "test_compared_runs.py", "test_worker_client.py"),
+    *("test_wheel.py", "test_compared_runs.py", "test_worker.py"),
 )
 # These import or make what takes a second and others do without: each group is on one worker.
 TOGETHER = {
@@ -126,6 +127,14 @@ def no_reader() -> Iterator[TextIO]:
     yield stream
     with suppress(BrokenPipeError):
         stream.close()
+
+
+@pytest.fixture(autouse=True)
+def fresh_methods() -> Iterator[None]:
+    """Forget the method of each config: a test may have replaced its class."""
+    yield
+    if "client_app.methods" in sys.modules:
+        sys.modules["client_app.methods"].method_of.cache_clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

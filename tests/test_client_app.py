@@ -529,13 +529,6 @@ def test_lost_client_state_is_refused_until_it_is_reset(tmp_path):
     assert not client.ask("train", 3, weights, counted=2).has_error()
 
 
-def test_an_error_leaves_the_process_able_to_answer_the_next(tmp_path):
-    config = make_config()
-    client = Client(config, tmp_path)
-    assert client.ask("train", 1, {}).has_error()
-    assert not client.ask("train", 1, initial(config)).has_error()
-
-
 ALLOC_FAILED = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
 ASYNCHRONOUS = "\nCUDA kernel errors might be asynchronously reported. For debugging"
 

@@ -3,7 +3,6 @@
 import itertools
 import math
 import os
-import time
 
 import numpy as np
 import pytest
@@ -40,15 +39,6 @@ def test_each_integer_is_as_frequent_as_the_exact_distribution_says(s):
     assert scipy.stats.chisquare(counts, NUM * np.array([tail, *inner, tail])).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("s", [3000.0, 70_000.7])  # several integers in a bin: with rejection
-def test_wide_distributions_have_no_pattern_within_their_bins(s):
-    _, _, width = bins_of(s)
-    assert width > 1
-    values = discrete_gaussian(s, NUM, seeded_words(3))
-    assert scipy.stats.kstest(values, scipy.stats.norm(-0.5, s).cdf).pvalue > 1e-3
-    assert scipy.stats.chisquare(np.bincount(values % width)).pvalue > 1e-3
-
-
 def test_the_table_is_inverted_exactly_at_its_thresholds():
     table, first, width = bins_of(40.0)
     assert width == 1
@@ -78,10 +68,3 @@ def test_words_of_a_site_come_from_the_operating_system(monkeypatch):
     monkeypatch.setattr(os, "urandom", lambda num: asked.append(num) or bytes(range(num)))
     assert random_words(2).tolist() == [0x0706050403020100, 0x0F0E0D0C0B0A0908]
     assert asked == [16]
-
-
-def test_a_million_values_take_about_a_second():
-    discrete_gaussian(2.0**20, 10, random_words)  # the table
-    started = time.process_time()
-    discrete_gaussian(2.0**20, 1_000_000, random_words)
-    assert time.process_time() - started < 3
