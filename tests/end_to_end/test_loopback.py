@@ -245,9 +245,9 @@ def test_ctrl_c_stops_the_run_on_the_superlink_and_keel_resumes_it(deployed, end
     assert err == ""
     assert "Traceback" not in out
     assert f"keel resume {run} --engine deployment" in "".join(out.splitlines())
-    done = SavedRun(run).rounds
+    done = SavedRun(run).last_round
     assert main(["resume", str(run), f"num-rounds={done + 1}", *on(deployed)]) == 0
-    assert SavedRun(run).rounds == done + 1
+    assert SavedRun(run).last_round == done + 1
 
 
 # --- strangers -----------------------------------------------------------------------------------
