@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import pandas as pd
 
 from keel.exports import csv_text, latex, latex_table
-from keel.runs import FINISHED, SavedRun, differing_keys, method_text, uses
+from keel.runs import FINISHED, differing_keys, method_text, uses
 from keel.views.charts import Curve, Figure, curves
-from keel.views.run_page import frame_of, headline, part_of
-from keel.views.store import NOT_A_SETTING, fields_of
+from keel.views.run_page import headline
+from keel.views.store import NOT_A_SETTING, ShownRun, fields_of, part_of
 from protocol.options import typed
 from protocol.text import in_one_line
 from server_app.history import CURVES
@@ -70,15 +70,15 @@ class Group:
     """
 
     label: str
-    runs: Sequence[SavedRun]
-    counted: Sequence[SavedRun]
+    runs: Sequence[ShownRun]
+    counted: Sequence[ShownRun]
     num_seeds: int
     unfinished: str
 
 
-def group_of(label: str, runs: Sequence[SavedRun]) -> Group:
+def group_of(label: str, runs: Sequence[ShownRun]) -> Group:
     """The runs as a group; of several with a seed one counts, finished rather than new."""
-    by_seed: dict[object, SavedRun] = {}
+    by_seed: dict[object, ShownRun] = {}
     for run in sorted(runs, key=lambda run: (run.state == FINISHED, run.last_change)):
         by_seed[run.config["seed"]] = run
     found = [run for run in runs if run in by_seed.values()]
@@ -93,12 +93,12 @@ def group_of(label: str, runs: Sequence[SavedRun]) -> Group:
     )
 
 
-def grouped(runs: Iterable[SavedRun], by_seed: bool = False) -> list[Group]:
+def grouped(runs: Iterable[ShownRun], by_seed: bool = False) -> list[Group]:
     """The runs by setting, in the order of their labels, which say what distinguishes them.
 
     by_seed: each run is a group of its own.
     """
-    groups: dict[str, list[SavedRun]] = {}
+    groups: dict[str, list[ShownRun]] = {}
     for run in runs:
         key = str(run.directory) if by_seed else fields_of(run)["setting"]
         groups.setdefault(key, []).append(run)
@@ -115,7 +115,7 @@ def grouped(runs: Iterable[SavedRun], by_seed: bool = False) -> list[Group]:
     return sorted(found, key=lambda group: group.label)
 
 
-def label_of(run: SavedRun, keys: Iterable[str]) -> str:
+def label_of(run: ShownRun, keys: Iterable[str]) -> str:
     """The values of the first of these keys that the run uses."""
     parts = [
         method_text(run.config) if key == "method" else f"{key} {typed(run.config[key])}"
@@ -124,9 +124,9 @@ def label_of(run: SavedRun, keys: Iterable[str]) -> str:
     return in_one_line(", ".join(parts) or method_text(run.config), 120)
 
 
-def points_of(run: SavedRun, view: View) -> pd.DataFrame:
+def points_of(run: ShownRun, view: View) -> pd.DataFrame:
     """By round where the chosen curve was measured: `value` (accuracies in percent), MB, spent."""
-    frame = frame_of(run)
+    frame = run.frame
     if view.curve == HEADLINE_CHOICE:
         values = headline(frame)
     elif view.curve in frame:
@@ -168,9 +168,9 @@ def chart(groups: Iterable[Group], view: View) -> Figure:
     return figure
 
 
-def choices(runs: Iterable[SavedRun]) -> list[tuple[str, str]]:
+def choices(runs: Iterable[ShownRun]) -> list[tuple[str, str]]:
     """(value, description) of the curves that some run has."""
-    frames = [frame_of(run) for run in runs]
+    frames = [run.frame for run in runs]
     found = [(HEADLINE_CHOICE, "accuracy (personal, else global)")]
     for key, name, description in CURVES:
         if any(f"{key}/{name}" in frame for frame in frames):
@@ -199,7 +199,7 @@ def result_rows(groups: Iterable[Group], view: View) -> list[list[str]]:
         final = common.iloc[-1] if len(common) else pd.Series(dtype=float)
         best = common.min() if view.is_loss else common.max()
         lengths = sorted({run.last_round for run in group.counted})
-        frames = [frame_of(run) for run in group.counted]
+        frames = [run.frame for run in group.counted]
         spent = [
             sum(frame[name].max() for frame in frames if len(frame)) / len(frames)
             for name in ("MB", "spent")

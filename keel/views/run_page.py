@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from keel.runs import RUNNING, SavedRun, method_text, split_text, uses
+from keel.runs import RUNNING, method_text, split_text, uses
 from keel.views.charts import (
     Curve,
     Figure,
@@ -19,6 +19,7 @@ from keel.views.charts import (
     histogram,
     stacked,
 )
+from keel.views.store import TRAFFIC, ShownRun, part_of
 from protocol.options import typed
 from protocol.text import in_one_line
 from server_app.history import CURVES, HEADLINE, Line, duration
@@ -32,12 +33,6 @@ MAX_LOG_LINES, LOG_BYTES = 200, 64 << 10  # the last
 RECENT = 50  # rounds whose mean gives the time left
 SENT = ["bytes_down", "evaluation_bytes_down"]
 RECEIVED = ["bytes_up", "evaluation_bytes_up"]
-TRAFFIC = {
-    "bytes_down": "to clients",
-    "bytes_up": "from clients",
-    "evaluation_bytes_down": "to clients, evaluation",
-    "evaluation_bytes_up": "from clients, evaluation",
-}
 TROUBLE = {
     "rejected": "rejected",
     "failed": "failed or no reply",
@@ -50,29 +45,9 @@ SPREAD = {"best client": 1, "9th decile": 0.9, "median": 0.5, "1st decile": 0.1,
 WHOSE = {"local_global": "global model", "personal": "personal models"}
 
 
-def frame_of(run: SavedRun) -> pd.DataFrame:
-    """A row a round: the numbers of history.jsonl under names such as `losses/supervised`.
-
-    MB and `spent`: megabytes sent and received, and seconds, since the beginning.
-    """
-    if not run.history:
-        return pd.DataFrame(index=pd.Index([], name="round"), columns=["MB", "spent"], dtype=float)
-    frame = pd.json_normalize(run.history, sep="/").set_index("round")
-    frame = frame.apply(pd.to_numeric, errors="coerce")
-    frame["MB"] = columns_of(frame, TRAFFIC).sum(axis="columns").cumsum() / 1e6
-    frame["spent"] = part_of(frame, "seconds").sum(axis="columns").cumsum()
-    return frame
-
-
 def columns_of(frame: pd.DataFrame, names: Mapping[str, str]) -> pd.DataFrame:
     """These columns, renamed; 0 where there are none."""
     return frame.reindex(columns=list(names), fill_value=0).rename(columns=names)
-
-
-def part_of(frame: pd.DataFrame, key: str) -> pd.DataFrame:
-    """The columns below a key of the history's lines, by the name within."""
-    found = frame.loc[:, frame.columns.str.startswith(f"{key}/")]
-    return found.rename(columns=lambda name: name.removeprefix(f"{key}/"))
 
 
 def headline(frame: pd.DataFrame) -> pd.Series:
@@ -93,9 +68,9 @@ def curve_of(name: str, points: pd.Series) -> Curve:
     return Curve(name, list(points.index), list(points))
 
 
-def status(run: SavedRun) -> dict[str, Any]:
+def status(run: ShownRun) -> dict[str, Any]:
     """The facts at the top of the page."""
-    config, frame = run.config, frame_of(run)
+    config, frame = run.config, run.frame
     done, total = run.last_round, config["num-rounds"]
     seconds = part_of(frame, "seconds").sum(axis="columns")
     left = None
@@ -133,9 +108,9 @@ def megabytes(frame: pd.DataFrame, columns: list[str]) -> str:
     return f"{frame.reindex(columns=columns).sum().sum() / 1e6:,.1f} MB"
 
 
-def main_charts(run: SavedRun) -> dict[str, Figure]:
+def main_charts(run: ShownRun) -> dict[str, Figure]:
     """The charts of history.jsonl."""
-    frame = frame_of(run)
+    frame = run.frame
     losses = [curve_of(name, points) for name, points in part_of(frame, "losses").items()]
     if "global/loss" in frame:
         losses.append(curve_of("global model, test set", frame["global/loss"]))
@@ -188,7 +163,7 @@ class OfClients:
             self.events.append((server_round, client, "not sampled", "away or in backoff"))
 
 
-def of_clients(run: SavedRun) -> OfClients:
+def of_clients(run: ShownRun) -> OfClients:
     """Read clients.jsonl once."""
     found, shown = OfClients(), {}
     for key in WHOSE:
@@ -227,14 +202,14 @@ def client_charts(found: OfClients) -> dict[str, Figure]:
     return figures
 
 
-def roster_of(run: SavedRun) -> list[dict[str, Any]]:
+def roster_of(run: ShownRun) -> list[dict[str, Any]]:
     """A row for each client; [] where there are too many to be listed."""
     path = run.directory / ROSTER_FILE
     found = json.loads(path.read_bytes()) if path.exists() else []
     return found if isinstance(found, list) else []
 
 
-def label_chart(run: SavedRun) -> dict[str, Figure]:
+def label_chart(run: ShownRun) -> dict[str, Figure]:
     """Samples of each class by client; {} where label counts are withheld."""
     counts = {row["client"]: row.get("label_counts") for row in roster_of(run)}
     if not counts or not all(counts.values()):
@@ -243,7 +218,7 @@ def label_chart(run: SavedRun) -> dict[str, Figure]:
 
 
 def site_rows(
-    run: SavedRun, found: OfClients, online: Mapping[int, str] | None
+    run: ShownRun, found: OfClients, online: Mapping[int, str] | None
 ) -> list[dict[str, str]]:
     """A row for each site of a deployment's run. online: node id to status.
 
@@ -279,14 +254,14 @@ def site_rows(
     return [{name: in_one_line(cell, 200) for name, cell in row.items()} for row in rows]
 
 
-def pictures(run: SavedRun) -> list[str]:
+def pictures(run: ShownRun) -> list[str]:
     """Names of the run's PNGs, relative to its directory."""
     folders = [run.directory / name for name in (".", "diagnostics", "diagnostics-models")]
     found = [path for folder in folders for path in sorted(folder.glob("*.png"))]
     return [str(path.relative_to(run.directory)) for path in found if path.name.isprintable()]
 
 
-def log_tail(run: SavedRun) -> list[str]:
+def log_tail(run: ShownRun) -> list[str]:
     """The last lines of the run's log."""
     path = run.directory / LOG_FILE
     if not path.is_file():
@@ -297,7 +272,7 @@ def log_tail(run: SavedRun) -> list[str]:
     return [in_one_line(line, 400) for line in lines[-MAX_LOG_LINES:]]
 
 
-def config_rows(run: SavedRun) -> list[tuple[str, str, bool]]:
+def config_rows(run: ShownRun) -> list[tuple[str, str, bool]]:
     """(key, value, whether the user set it), those that were set first."""
     rows = [
         (key, in_one_line(typed(value)), key in run.overrides)

@@ -15,12 +15,12 @@ from markupsafe import Markup
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp
 
-from keel.runs import FINISHED, INTERRUPTED, RUNNING, SavedRun
+from keel.runs import FINISHED, INTERRUPTED, RUNNING
 from keel.views import compare_page, run_page
 from keel.views.charts import static_file
 from keel.views.compare_page import view_of
 from keel.views.guard import Guard
-from keel.views.store import ANYTHING, PAGE_FILES, Store, id_of, stamp_of
+from keel.views.store import ANYTHING, PAGE_FILES, ShownRun, Store, id_of, stamp_of
 from protocol.config import keel_version
 from protocol.files import digest
 from protocol.text import in_one_line, printable
@@ -134,7 +134,7 @@ def add_run(
 ) -> None:
     """The page of one run."""
 
-    def run_of(run_id: str) -> SavedRun:
+    def run_of(run_id: str) -> ShownRun:
         if run := store.find(run_id):
             return run
         raise HTTPException(404)
@@ -159,7 +159,7 @@ def add_run(
         stamp = stamp_of(found.directory, PAGE_FILES), nodes and (nodes.online, nodes.problem)
         return news(stamp, version, lambda: content_of(found, run_id))
 
-    def content_of(run: SavedRun, run_id: str) -> dict[str, Any]:
+    def content_of(run: ShownRun, run_id: str) -> dict[str, Any]:
         content: dict[str, Any] = {"state": run.state, "id": run_id, "status": None}
         content |= {"events": [], "log": run_page.log_tail(run), "pictures": run_page.pictures(run)}
         charts: dict[str, Any] = {}
@@ -206,7 +206,7 @@ def add_comparison(app: FastAPI, store: Store, pages: jinja2.Environment) -> Non
             "num_left_out": len(found) - len(chosen),
         }
 
-    def is_readable(run: SavedRun) -> bool:
+    def is_readable(run: ShownRun) -> bool:
         try:
             return not run.fault and bool(run_page.status(run))
         except ANYTHING:

@@ -4,8 +4,11 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from keel.runs import SavedRun, is_locked, method_text, split_text, uses
 from protocol.files import digest
@@ -29,8 +32,39 @@ MAX_DEPTH = 5  # folders from a root to a run: table/runs/code/cell/attempt
 ANYTHING = (OSError, *DAMAGE)  # raised by the content of a run directory
 # keys in which repetitions of a setting differ
 NOT_A_SETTING = {"seed", "output-dir", "run-name", "data-dir", "resume", "tracker"}
+TRAFFIC = {
+    "bytes_down": "to clients",
+    "bytes_up": "from clients",
+    "evaluation_bytes_down": "to clients, evaluation",
+    "evaluation_bytes_up": "from clients, evaluation",
+}
 Stamp = tuple[object, ...]
 Row = dict[str, Any]
+
+
+class ShownRun(SavedRun):
+    """A run as pages show it."""
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """A row a round: the numbers of history.jsonl under names such as `losses/supervised`.
+
+        MB and `spent`: megabytes sent and received, and seconds, since the beginning.
+        """
+        if not self.history:
+            rounds = pd.Index([], name="round")
+            return pd.DataFrame(index=rounds, columns=["MB", "spent"], dtype=float)
+        frame = pd.json_normalize(self.history, sep="/").set_index("round")
+        frame = frame.apply(pd.to_numeric, errors="coerce")
+        frame["MB"] = frame.reindex(columns=list(TRAFFIC)).sum(axis="columns").cumsum() / 1e6
+        frame["spent"] = part_of(frame, "seconds").sum(axis="columns").cumsum()
+        return frame
+
+
+def part_of(frame: pd.DataFrame, key: str) -> pd.DataFrame:
+    """The columns below a key of the history's lines, by the name within."""
+    found = frame.loc[:, frame.columns.str.startswith(f"{key}/")]
+    return found.rename(columns=lambda name: name.removeprefix(f"{key}/"))
 
 
 class Store:
@@ -55,12 +89,12 @@ class Store:
             rows = [row for _, row in found.values()]
         return sorted(rows, key=lambda row: (-row["changed"], row["name"]))
 
-    def find(self, run_id: str) -> SavedRun | None:
+    def find(self, run_id: str) -> ShownRun | None:
         """The run of this id; None if there is none (any more)."""
         for _ in range(2):
             for directory in list(self._known):
                 if id_of(directory) == run_id and directory.exists():
-                    return SavedRun(directory)
+                    return ShownRun(directory)
             self.rows()
         return None
 

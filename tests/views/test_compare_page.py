@@ -10,7 +10,6 @@ import statistics
 import pytest
 
 from keel.exports import harmless, latex
-from keel.runs import SavedRun
 from keel.views.compare_page import (
     View,
     as_csv,
@@ -25,13 +24,14 @@ from keel.views.compare_page import (
     result_rows,
     view_of,
 )
+from keel.views.store import ShownRun
 from tests.tools.run_directories import make_run
 
 HEADLINE = View()
 
 
 def runs_in(base):
-    return [SavedRun(path) for path in sorted(base.iterdir())]
+    return [ShownRun(path) for path in sorted(base.iterdir())]
 
 
 def rows_of(groups, view=HEADLINE):

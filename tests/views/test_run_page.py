@@ -7,8 +7,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from keel.runs import SavedRun
 from keel.views import run_page
+from keel.views.store import ShownRun
 from tests.tools.run_directories import append_round, line_of, make_large, make_run
 
 
@@ -21,7 +21,7 @@ def client_charts(run):
 
 
 def test_clients_are_listed_worst_first_with_their_accuracies(tmp_path):
-    run = SavedRun(make_large(tmp_path, 5, 3))
+    run = ShownRun(make_large(tmp_path, 5, 3))
     expected = list(run.clients())[-1]["local_global"]
     heat = client_charts(run)["clients-local_global"]["data"][0]
     assert heat["y"] == sorted(expected, key=expected.get)
@@ -30,13 +30,13 @@ def test_clients_are_listed_worst_first_with_their_accuracies(tmp_path):
 
 
 def test_many_clients_and_rounds_become_a_small_chart(tmp_path):
-    heat = client_charts(SavedRun(make_large(tmp_path, 300, 100)))["clients-local_global"]["data"]
+    heat = client_charts(ShownRun(make_large(tmp_path, 300, 100)))["clients-local_global"]["data"]
     assert (len(heat[0]["z"]), len(heat[0]["z"][0])) == (40, 34)
     assert heat[0]["x"][-1] == "100"
 
 
 def test_the_spread_over_clients_is_of_their_quantiles(tmp_path):
-    run = SavedRun(make_large(tmp_path, 11, 1))
+    run = ShownRun(make_large(tmp_path, 11, 1))
     found = client_charts(run)["spread-local_global"]["data"]
     values = accuracies_of_clients(run)
     shares = {"worst client": 0, "1st decile": 0.1, "median": 0.5, "9th decile": 0.9}
@@ -46,7 +46,7 @@ def test_the_spread_over_clients_is_of_their_quantiles(tmp_path):
 
 
 def test_the_charts_have_the_historys_numbers(tmp_path):
-    run = SavedRun(make_run(tmp_path / "a", {"method": "moon"}, 4))
+    run = ShownRun(make_run(tmp_path / "a", {"method": "moon"}, 4))
     more = {"evaluation_bytes_down": 500_000, "evaluation_bytes_up": 400}
     append_round(run.directory, line_of(5, Random(0)) | more)
     charts = run_page.main_charts(run)
@@ -70,11 +70,11 @@ def test_clients_left_out_are_listed_with_the_reason_and_counted_by_kind(tmp_pat
         **{"late": ["d, 3 s late"], "backed_off": ["e", "f"]},
     }
     append_round(run, line)
-    events = run_page.of_clients(SavedRun(run)).events
+    events = run_page.of_clients(ShownRun(run)).events
     assert len(events) == 5
     assert (2, "b", "left out", "norm 9 > 5") in events
     assert (2, "", "late", "d, 3 s late") in events
-    bars = run_page.main_charts(SavedRun(run))["trouble"]["data"]
+    bars = run_page.main_charts(ShownRun(run))["trouble"]["data"]
     assert {trace["name"]: trace["y"] for trace in bars} == {
         **{"rejected": [0, 1], "failed or no reply": [0, 1]},
         **{"late replies": [0, 1], "away or in backoff": [0, 2]},
@@ -83,22 +83,22 @@ def test_clients_left_out_are_listed_with_the_reason_and_counted_by_kind(tmp_pat
 
 def test_the_time_left_is_told_of_a_running_run_only(tmp_path):
     run = make_run(tmp_path / "a", {"method": "fedavg"}, 10, num_written=4, status="running")
-    assert run_page.status(SavedRun(run))["left"] is None
+    assert run_page.status(ShownRun(run))["left"] is None
     with (run / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        seconds = [sum(line["seconds"].values()) for line in SavedRun(run).history]
-        assert run_page.status(SavedRun(run))["left"] == f"{round(6 * sum(seconds) / 4)} s"
+        seconds = [sum(line["seconds"].values()) for line in ShownRun(run).history]
+        assert run_page.status(ShownRun(run))["left"] == f"{round(6 * sum(seconds) / 4)} s"
 
 
 def test_a_run_before_its_first_round_has_a_page(tmp_path):
     path = make_run(tmp_path / "a", {"method": "fedavg"}, 3, num_written=0, status="running")
-    run = SavedRun(path)
+    run = ShownRun(path)
     assert run_page.status(run)["accuracies"] == []
     assert run_page.main_charts(run) | client_charts(run) == {}
 
 
 def test_the_label_distribution_is_the_rosters(tmp_path):
-    run = SavedRun(make_run(tmp_path / "a", {"method": "fedavg"}, 1))
+    run = ShownRun(make_run(tmp_path / "a", {"method": "fedavg"}, 1))
     roster = json.loads((run.directory / "roster.json").read_text())
     [trace] = run_page.label_chart(run)["labels"]["data"]
     assert np.array(trace["z"]).T.tolist() == [row["label_counts"] for row in roster]
@@ -119,7 +119,7 @@ def test_sites_show_who_takes_part_who_is_away_and_whose_state_is_lost(tmp_path)
     append_round(run, line_of(2, Random(0)) | line | {"left_out": reasons})
 
     def column(name, online=None):
-        saved = SavedRun(run)
+        saved = ShownRun(run)
         rows = run_page.site_rows(saved, run_page.of_clients(saved), online)
         return [row[name] for row in rows]
 
@@ -138,6 +138,6 @@ def test_sites_show_who_takes_part_who_is_away_and_whose_state_is_lost(tmp_path)
 def test_the_tail_of_a_log_has_no_control_characters(tmp_path):
     run = make_run(tmp_path / "a", {"method": "fedavg"}, 1)
     (run / "run.log").write_text("one\n\x1b[31mtwo\x07\n" + "x" * 1000 + "\n")
-    lines = run_page.log_tail(SavedRun(run))
+    lines = run_page.log_tail(ShownRun(run))
     assert lines[:2] == ["one", "two"]
     assert len(lines[2]) == 400
