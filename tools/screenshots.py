@@ -45,7 +45,7 @@ def visit(page: Any, base: str, runs: list[str], name: str) -> bool:
         page.wait_for_selector(".main-svg")
         return True
     else:
-        page.goto(f"{base}/{'deployment' if name == 'deployment' else ''}")
+        page.goto(base)
     return False
 
 
@@ -73,7 +73,7 @@ def main() -> None:
                     page = browser.new_page(viewport=size, color_scheme=scheme)
                     page.goto(address)
                     runs = [box.get_attribute("value") for box in page.locator(SEEDS).all()]
-                    for name in ("runs", "run", "compare", "deployment"):
+                    for name in ("runs", "run", "compare"):
                         whole = visit(page, address.split("/?")[0], runs, name)
                         take(page, given.directory / f"{name}-{width}-{scheme}.png", whole)
                     page.goto(given.report.absolute().as_uri())
