@@ -339,24 +339,19 @@ class Average(Strategy):
             return True
         return all(self.partition_sizes.get(c) == n for c, n in self._declared.items())
 
-    def _expected_reply(self, server_round: int) -> ExpectedReply:
+    def _expected_reply(self, server_round: int = 0) -> ExpectedReply:
         """What a valid reply to this round's train messages contains."""
         arrays = self.expected(self.current)
+        limited = {name: self.sent.get(name, array) for name, array in arrays.items()}
         return ExpectedReply(
             server_round,
             arrays,
             self.expected_extra(),
             num_examples=self._declared,
-            limits=self._limits,
+            limits=largest_values(limited, self.config.privacy),
             sent=self.sent,
             checked_extra=self.checked_extra,
         )
-
-    @property
-    def _limits(self) -> dict[str, float]:
-        """The largest magnitude of a value in each floating array of a valid reply, by name."""
-        arrays = {name: self.sent.get(name, a) for name, a in self.expected(self.current).items()}
-        return largest_values(arrays, self.config.privacy)
 
     def _empty_sum(self, max_weight: float = 0.0) -> ExactSum:
         """For the replies' arrays. Its bits are the same whether these are held or not.
@@ -366,12 +361,13 @@ class Average(Strategy):
         if self._weights_are_known:
             is_weighted = self.is_weighted_by_examples
             max_weight = sum(self._declared.values()) if is_weighted else len(self.addressed)
-        return ExactSum(self.expected(self.current), self._limits, max(1.0, max_weight))
+        expected = self._expected_reply()
+        return ExactSum(expected.arrays, expected.limits, max(1.0, max_weight))
 
     def _empty_extra_sum(self) -> ExactSum:
         """For the replies' `extra`."""
-        like, largest = self.expected_extra(), self._expected_reply(0).largest
-        return ExactSum(like, dict.fromkeys(like, largest), 1.0)
+        expected = self._expected_reply()
+        return ExactSum(expected.extra, dict.fromkeys(expected.extra, expected.largest), 1.0)
 
     # --- the checkpoint -------------------------------------------------------------------------
 

@@ -3,11 +3,13 @@
 import logging
 from collections.abc import Collection, Iterable, Mapping, Set
 
+import numpy as np
+
 from protocol.config_keys import RoundsConfig
 from protocol.messages import RosterEntry
 from protocol.text import num_of
 from strategies.backoff import BACKOFF_ROUNDS, Backoff
-from strategies.sampling import FIRST_NODE, ClientNames, name_of, sample_cohort, sample_numbers
+from strategies.sampling import FIRST_NODE, ClientNames, sample_cohort
 
 log = logging.getLogger("keel.server")
 ClientState = dict[str, dict[str, int] | dict[str, list[int]]]
@@ -47,9 +49,10 @@ class Cohort:
         share, seed = self.rounds.fraction_train, self.rounds.seed
         if isinstance(names, ClientNames):
             numbers = [names.number(name) for name in unavailable]
-            found = sample_numbers(names.in_order, numbers, share, seed, server_round)
-            return self.nodes_of(name_of(number) for number in found)
-        return self.nodes_of(sample_cohort(names, unavailable, share, seed, server_round))
+            found = sample_cohort(names.in_order, numbers, share, seed, server_round)
+            return [FIRST_NODE + number for number in found]
+        in_order = np.array(sorted(names))
+        return self.nodes_of(sample_cohort(in_order, unavailable, share, seed, server_round))
 
     def backed_off(self, server_round: int) -> set[str]:
         """Clients that are not sampled in this round: disconnected, or failed too often.

@@ -40,7 +40,6 @@ class RoundReport:
     rejected: int = 0
     reset_needed: list[str] = field(default_factory=list)
     bytes_up: int = 0
-    bytes_down: int = 0
 
     def check_enough(self, server_round: int, rounds: RoundsConfig) -> None:
         """TooFewRepliesError with the reasons if fewer replies are accepted than the run needs."""
@@ -58,7 +57,7 @@ class RoundReport:
 
 @dataclass
 class RoundReplies:
-    """Validates the replies of one round, each as it comes.
+    """Validates the replies of one round, each as it comes; a client gives one.
 
     asked: the clients, by the node that was asked; replies carry that node.
     """
@@ -69,16 +68,11 @@ class RoundReplies:
     failed: dict[str, str] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
     reset_needed: set[str] = field(default_factory=set)
-    num_second: int = 0
     bytes_up: int = 0
 
     def add(self, message: Message) -> TrainReply | None:
         """The reply in this message if it is accepted; else its reason is noted."""
-        node = message.metadata.src_node_id
-        if node not in self.asked:
-            self.rejected[f"node {node}"] = f"it was sent no message in round {self.expected.round}"
-            return None
-        client = self.asked[node].client
+        client = self.asked[message.metadata.src_node_id].client
         if message.has_error():
             self.failed[client] = error_reason(message.error)
             if message.error.code == RESET_NEEDED:
@@ -89,10 +83,6 @@ class RoundReplies:
             reply = replace(read_reply(message, self.expected.max_bytes), client=client)
         except Exception as error:  # a client's bytes may raise anything
             self.rejected[client] = in_one_line(error)
-            return None
-        if client in self.accepted:
-            log.warning("round %d: client %s: a second reply", self.expected.round, client)
-            self.num_second += 1
             return None
         if reason := rejection_reason(reply, self.expected):
             self.rejected[client] = in_one_line(reason)
@@ -116,7 +106,7 @@ class RoundReplies:
         return RoundReport(
             accepted=[self.accepted[client] for client in sorted(self.accepted)],
             left_out=left_out,
-            rejected=self.num_second + len(self.rejected),
+            rejected=len(self.rejected),
             reset_needed=sorted(self.reset_needed),
             bytes_up=self.bytes_up,
         )

@@ -1,6 +1,7 @@
 """The cohort of a round: which clients are sampled."""
 
 from collections.abc import Collection, Iterable, Iterator, Set
+from typing import Any
 
 import numpy as np
 
@@ -8,44 +9,23 @@ from protocol.seeds import seed_of
 
 
 def sample_cohort(
-    clients: Collection[str],
-    unavailable: Collection[str],
-    fraction: float,
-    seed: int,
-    server_round: int,
-) -> list[str]:
-    """The names of the sampled clients, in alphabetical order.
+    clients: np.ndarray, unavailable: Collection[Any], fraction: float, seed: int, server_round: int
+) -> list[Any]:
+    """The sampled clients, in alphabetical order.
 
-    A `fraction` of all clients (at least one), drawn without replacement from those that are
-    available. The draw depends on the run's seed, the round and the clients' names alone: Flower's
-    own sampling depends on node ids, which are random.
+    clients: their names in alphabetical order, or their numbers in that of their names. Drawn is a
+    `fraction` of all (at least one), without replacement, from those that are available. The draw
+    depends on the run's seed, the round and the clients' names alone: Flower's own sampling depends
+    on node ids, which are random.
     """
-    available = sorted(set(clients) - set(unavailable))
-    return [available[i] for i in draw(len(available), len(clients), fraction, seed, server_round)]
-
-
-def sample_numbers(
-    in_order: np.ndarray,
-    unavailable: Collection[int],
-    fraction: float,
-    seed: int,
-    server_round: int,
-) -> list[int]:
-    """`sample_cohort` for clients that are numbers; `in_order`: by name, see `name_order`."""
-    available = in_order
+    available = clients
     if unavailable:
-        available = in_order[~np.isin(in_order, list(unavailable))]
-    chosen = draw(len(available), len(in_order), fraction, seed, server_round)
-    return [int(available[i]) for i in chosen]
-
-
-def draw(
-    num_available: int, num_clients: int, fraction: float, seed: int, server_round: int
-) -> list[int]:
-    """Which of the available clients are sampled, ascending."""
-    count = min(max(1, round(fraction * num_clients)), num_available)
+        available = clients[~np.isin(clients, list(unavailable))]
+    count = min(max(1, round(fraction * len(clients))), len(available))
     rng = np.random.default_rng(seed_of(seed, server_round, "sampling"))
-    return sorted(rng.choice(num_available, size=count, replace=False).tolist())
+    chosen = np.sort(rng.choice(len(available), size=count, replace=False))
+    found: list[Any] = available[chosen].tolist()
+    return found
 
 
 def name_order(num_clients: int) -> np.ndarray:

