@@ -257,7 +257,7 @@ class Ledger:
                 "multiplier": multiplier_of(privacy),
             }
             chain = Chain(self.path)
-            chain.append([entry])
+            chain.append(entry)
             write_atomically(self.newest, chain.newest.encode())
 
 

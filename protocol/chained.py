@@ -6,7 +6,7 @@ whole line looks intact: who must know stores the newest digest elsewhere.
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,21 +68,16 @@ class Chain:
         if not content.endswith(b"\n"):
             os.truncate(self.path, content.rfind(b"\n") + 1)
 
-    def append(self, entries: Iterable[Mapping[str, Any]]) -> None:
-        """Append these, all or none; they are on the disk when this returns.
+    def append(self, entry: Mapping[str, Any]) -> None:
+        """Append an entry; it is on the disk when this returns.
 
         OSError, naming the file, which stays as it is, if the disk is full.
         """
-        previous, lines = self.newest, []
-        for entry in entries:
-            fields = json.loads(json.dumps(entry))  # as it will be read
-            previous = digest_of(fields, previous)
-            lines.append(json.dumps(fields | {"digest": previous}))
-        if not lines:
-            return
+        fields = json.loads(json.dumps(entry))  # as it will be read
+        newest = digest_of(fields, self.newest)
         try:
-            append_line(self.path, "\n".join(lines))
-        except BaseException:  # after Ctrl-C the lines may be on disk or not
+            append_line(self.path, json.dumps(fields | {"digest": newest}))
+        except BaseException:  # after Ctrl-C the line may be on disk or not
             self._look()
             raise
-        self.newest = previous
+        self.newest = newest

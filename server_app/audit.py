@@ -14,7 +14,7 @@ A release is noted before it is requested: the privacy budget spent is counted f
 
 import datetime
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +40,10 @@ class AuditLog:
 
     def note(self, event: str, **fields: Any) -> None:
         """Append a line; it is on the disk when this returns."""
-        self.note_all(event, [fields])
-
-    def note_all(self, event: str, several: Iterable[dict[str, Any]]) -> None:
-        """Append a line for each of these fields, all or none."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        lines = [{"time": now, "event": event, **fields} for fields in several]
-        self.chain.append(lines)
-        for line in lines:
-            self._count(line)
+        line = {"time": now, "event": event, **fields}
+        self.chain.append(line)
+        self._count(line)
 
 
 def audit_end(directory: Path) -> dict[str, Any]:

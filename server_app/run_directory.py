@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from logging.handlers import MemoryHandler
 from pathlib import Path
@@ -85,12 +85,8 @@ class RunDirectory:
             self._lock.close()
             raise
 
-    def start_log(
-        self,
-        is_own: Callable[[logging.LogRecord], bool] | None = None,
-        early: MemoryHandler | None = None,
-    ) -> None:
-        """Copy Keel's log, or its records that are this run's own, to run.log until `close`.
+    def start_log(self, early: MemoryHandler | None) -> None:
+        """Copy Keel's log to run.log until `close`.
 
         early: has records from before, which come first; it gets no more.
         """
@@ -99,8 +95,6 @@ class RunDirectory:
         self._log.handleError = lambda record: None  # type: ignore[method-assign]  # a full disk
         line_format = f"%(asctime)s {self.path.name} %(levelname)s %(message)s"
         self._log.setFormatter(logging.Formatter(line_format))
-        if is_own:
-            self._log.addFilter(is_own)
         self._level_before = logger.level
         if logger.level == logging.NOTSET:
             logger.setLevel(logging.INFO)

@@ -131,7 +131,7 @@ def begin_log(run: Run, warnings: list[str], early: MemoryHandler | None) -> Non
     """Begin the audit log and run.log, with these warnings. early: as `start_run`."""
     run.audit.note("started", round=run.start.round + 1)
     run.pool.record_in(run.directory.path, run.audit.note)
-    run.directory.start_log(None, early)
+    run.directory.start_log(early)
     for path in run.directory.skipped:
         text = "%s is damaged: skipped, the run continues from round %d"
         log.warning(text, path, run.start.round)

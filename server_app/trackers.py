@@ -100,14 +100,18 @@ class Tracked(RunObserver):
 def tracker_id(directory: Path, name: str, new: Callable[[], str]) -> tuple[str, bool]:
     """(the id of the run in this tracker, whether it is new), stored in the run directory."""
     path = directory / TRACKERS_FILE
-    saved = json.loads(path.read_text()) if path.exists() else {}
-    if name in saved:
-        return str(saved[name]), False
-    found = new()  # it may take a while: another tracker may store its id meanwhile
     with ids_lock:
         saved = json.loads(path.read_text()) if path.exists() else {}
-        write_atomically(path, json.dumps(saved | {name: found}).encode())
-    return found, True
+        if name in saved:
+            return saved[name], False
+        saved[name] = new()
+        write_atomically(path, json.dumps(saved).encode())
+        return saved[name], True
+
+
+def artifacts(directory: Path) -> list[Path]:
+    """The files of a run that are copied at its end."""
+    return [path for name in ARTIFACTS if (path := directory / name).exists()]
 
 
 class TensorBoardEvents(RunObserver):
@@ -149,24 +153,18 @@ class MlflowRun(RunObserver):
 
         def create() -> str:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-            found = self.client.get_experiment_by_name(name)
-            experiment = (
-                found.experiment_id
-                if found
-                else self.client.create_experiment(name, artifact_location=folder)
-            )
+            if found := self.client.get_experiment_by_name(name):
+                experiment = found.experiment_id
+            else:
+                experiment = self.client.create_experiment(name, artifact_location=folder)
             return str(self.client.create_run(experiment, run_name=info.directory.name).info.run_id)
 
         self.run_id, is_new = tracker_id(info.directory, "mlflow", create)
-        logged = {}
         if not is_new:
             self.client.update_run(self.run_id, status="RUNNING")
-            logged = self.client.get_run(self.run_id).data.params  # maybe not all: see `Tracked`
-        params = [
-            Param(key, str(value)[:MLFLOW_VALUE])
-            for key, value in info.config.items()
-            if key not in logged
-        ]
+        logged = self.client.get_run(self.run_id).data.params  # a value cannot change
+        new = [(key, str(value)) for key, value in info.config.items() if key not in logged]
+        params = [Param(key, value[:MLFLOW_VALUE]) for key, value in new]
         for i in range(0, len(params), MLFLOW_BATCH):
             self.client.log_batch(self.run_id, params=params[i : i + MLFLOW_BATCH])
 
@@ -176,14 +174,12 @@ class MlflowRun(RunObserver):
 
         now = int(1000 * time.time())
         metrics = [Metric(name, value, now, line["round"]) for name, value in scalars(line).items()]
-        for i in range(0, len(metrics), 10 * MLFLOW_BATCH):
-            self.client.log_batch(self.run_id, metrics=metrics[i : i + 10 * MLFLOW_BATCH])
+        self.client.log_batch(self.run_id, metrics=metrics)
 
     def on_run_end(self, summary: Mapping[str, Any]) -> None:
         """Log the files and end the run."""
-        for name in ARTIFACTS:
-            if (self.directory / name).exists():
-                self.client.log_artifact(self.run_id, str(self.directory / name))
+        for path in artifacts(self.directory):
+            self.client.log_artifact(self.run_id, str(path))
         states = {"finished": "FINISHED", "stopped": "KILLED"}
         self.client.set_terminated(self.run_id, states.get(summary["status"], "FAILED"))
 
@@ -223,7 +219,6 @@ class WandbRun(RunObserver):
 
     def on_run_end(self, summary: Mapping[str, Any]) -> None:
         """Save the files and end the run."""
-        for name in ARTIFACTS:
-            if (self.directory / name).exists():
-                self.run.save(str(self.directory / name), base_path=self.directory, policy="now")
+        for path in artifacts(self.directory):
+            self.run.save(str(path), base_path=self.directory, policy="now")
         self.run.finish(0 if summary["status"] == "finished" else 1)
