@@ -17,6 +17,8 @@ from server_app.run_reader import ROSTER_FILE
 from server_app.simulated_roster import SimulatedRoster
 from strategies.sampling import FIRST_NODE
 
+PART_BYTES = 2**27  # of a worker's reply: the server has a few of them in memory
+
 
 class Pool(Protocol):
     """The clients of a run, and the way to ask them.
@@ -112,7 +114,7 @@ class WorkerPool:
         RuntimeError if a worker is lost.
         """
         kind = messages[0].metadata.message_type if messages else ""
-        waiting = dict(enumerate(self.parts(messages, kind)))
+        waiting = dict(enumerate(self.parts(messages, kind, max_bytes)))
         turns = max(map(len, waiting.values()), default=0) * -(-len(waiting) // self.workers.num)
         timeout_s = self.config.rounds.round_timeout
         contents = [self.content(part) for part in waiting.values()]
@@ -131,14 +133,16 @@ class WorkerPool:
             on_reply(Message(Error(NO_REPLY, reason), reply_to=message))
         return {message.metadata.dst_node_id for message in silent}
 
-    def parts(self, messages: Sequence[Message], kind: str) -> list[list[Message]]:
+    def parts(self, messages: Sequence[Message], kind: str, max_bytes: int) -> list[list[Message]]:
         """The messages of one kind, grouped into those that a worker gets at once, largest first.
 
-        To train there are several for each worker, and an idle worker takes the next.
+        To train there are several for each worker, and an idle worker takes the next. A worker's
+        reply has at most PART_BYTES, or one client's `max_bytes`.
         """
-        num = self.workers.num * (self.workers.parts if kind == MessageType.TRAIN else 1)
         if not self.workers.parts:
             return [[message] for message in messages]
+        num = self.workers.num * (self.workers.parts if kind == MessageType.TRAIN else 1)
+        num = max(num, -(-len(messages) * max_bytes // PART_BYTES))
         clients = [message.metadata.dst_node_id - FIRST_NODE for message in messages]
         sizes = [1 + int(self.roster.sizes[client, 0]) for client in clients]
         return [[messages[i] for i in part] for part in deal(sizes, num)]

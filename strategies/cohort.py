@@ -32,7 +32,7 @@ class Cohort:
     @property
     def clients(self) -> Set[str]:
         """The names of all clients."""
-        names = getattr(self.roster, "names", None)  # a roster of logical clients has them
+        names = getattr(self.roster, "names", None)  # a roster of simulated clients has them
         return names if names is not None else {entry.client for entry in self.roster.values()}
 
     def nodes_of(self, clients: Iterable[str]) -> list[int]:

@@ -39,7 +39,7 @@ def name_order(num_clients: int) -> np.ndarray:
     return np.lexsort((width, scaled))
 
 
-FIRST_NODE = 2  # the node of logical client 0; 1 is Flower's SuperLink
+FIRST_NODE = 2  # the node of simulated client 0; 1 is Flower's SuperLink
 
 
 def name_of(number: int) -> str:

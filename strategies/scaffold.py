@@ -54,7 +54,7 @@ class ScaffoldServer(Average):
         chosen = self.options.control_weighting
         if chosen == "uniform" or (chosen == "auto" and not self.is_weighted_by_examples):
             return dict.fromkeys(clients, 1 / len(self.roster))
-        if total := getattr(self.roster, "num_train", None):  # a roster of logical clients has it
+        if total := getattr(self.roster, "num_train", None):  # a roster of simulated clients has it
             return {client: self.partition_sizes[client] / total for client in clients}
         entries = list(self.roster.values())
         counts = [float(entry.num_examples) for entry in entries]

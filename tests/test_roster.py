@@ -11,8 +11,13 @@ from roster_fixtures import config_of, entry, versions
 from client_app.setup import open_source
 from protocol.config import keel_version
 from protocol.messages import protocol_version, read_roster
-from server_app.roster import check_roster, read_saved_roster, roster_warnings, save_roster
-from server_app.simulated_roster import shown_entries
+from server_app.roster import (
+    check_roster,
+    clients_of,
+    read_saved_roster,
+    roster_warnings,
+    save_roster,
+)
 
 
 def rejected(entries, **given):
@@ -23,10 +28,14 @@ def rejected(entries, **given):
     return str(caught.value)
 
 
+def warnings_of(config, entries):
+    return roster_warnings(config, clients_of(config, dict(enumerate(entries, start=2))))
+
+
 def test_clients_that_fit_are_accepted():
     config = config_of()
     check_roster(config, {1: entry("a"), 2: entry("b", (0, 1) * 5)}, open_source(config))
-    assert roster_warnings(config, [entry("a"), entry("b")]) == []
+    assert warnings_of(config, [entry("a"), entry("b")]) == []
 
 
 @pytest.mark.parametrize(
@@ -84,7 +93,7 @@ def test_counts_of_other_classes_are_refused_where_counts_are_withheld():
 def test_other_versions_are_a_warning_that_names_who_has_them():
     odd = "flwr 1.39.2, torch 2.15.0"
     entries = [entry("a"), entry("b"), entry("c", versions=odd), entry("d", keel="0.0.9")]
-    first, second = roster_warnings(config_of(), entries)
+    first, second = warnings_of(config_of(), entries)
     assert first.startswith(
         f"versions of flwr and torch differ: c has {odd}; the others have {versions}"
     )
@@ -154,18 +163,18 @@ def test_an_odd_entry_is_refused_by_name(odd):
 @pytest.mark.parametrize(("norm", "warns"), [("", True), ("group", False)])
 def test_fedmlb_warns_of_a_network_without_norm(norm, warns):
     config = config_of(method="fedmlb", model="cnn-fedreco", norm=norm)
-    lines = roster_warnings(config, [entry("a"), entry("b")])
+    lines = warnings_of(config, [entry("a"), entry("b")])
     assert bool(lines) == warns
     assert all("cnn-fedreco, which has no norm layer" in line for line in lines)
-    assert roster_warnings(config_of(method="fedmlb", model="resnet18"), [entry("a")]) == []
+    assert warnings_of(config_of(method="fedmlb", model="resnet18"), [entry("a")]) == []
 
 
 def test_scaffold_warns_of_clients_with_few_steps():
     entries = [entry("a", (90,) * 10), entry("b", (2,) * 10)]
     config = {"method": "scaffold", "batch-size": 10}
-    *_, line = roster_warnings(config_of(**config), entries)
+    *_, line = warnings_of(config_of(**config), entries)
     assert line.startswith("scaffold: the steps of a round range from 2 (b) to 90 (a)")
-    lines = roster_warnings(config_of(**config, **{"batches-per-epoch": 5}), entries)
+    lines = warnings_of(config_of(**config, **{"batches-per-epoch": 5}), entries)
     assert not any("scaffold" in line for line in lines)
 
 
@@ -179,10 +188,9 @@ def test_a_saved_roster_comes_back_and_a_damaged_one_is_named(tmp_path):
 
 
 def test_very_many_sites_are_all_saved_and_shown(tmp_path, monkeypatch):
-    """Only of logical clients can each be computed again."""
-    for module in ("roster", "simulated_roster"):
-        monkeypatch.setattr(f"server_app.{module}.MAX_LISTED", 1)
+    """Only of simulated clients can each be computed again."""
+    monkeypatch.setattr("server_app.roster.MAX_LISTED", 1)
     roster = {node: entry(f"site-{node:04d}") for node in range(2, 1003)}
     save_roster(tmp_path / "roster.json", roster)
     assert read_saved_roster(tmp_path / "roster.json") == roster
-    assert shown_entries(roster) == list(roster.values())
+    assert clients_of(config_of(), roster).shown == list(roster.values())
