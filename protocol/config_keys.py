@@ -278,6 +278,10 @@ class RoundsConfig:
     )
     diagnostics_every: int = option(at_least(1), "rounds between diagnostics")
 
+    def is_due(self, number: int, every: int) -> bool:
+        """Whether what is done every so many rounds, and after the last, is done in this one."""
+        return number == self.num_rounds or number % every == 0
+
     @property
     def trackers(self) -> list[str]:
         """The trackers of the run, each once."""

@@ -22,13 +22,6 @@ from strategies.validation import RECORD_BYTES
 log = logging.getLogger("keel.server")
 
 
-def evaluated_clients(run: Run, number: int) -> str:
-    """Whose local test parts are evaluated on after this round: none, cohort or all."""
-    rounds = run.config.rounds
-    is_due = number == rounds.num_rounds or number % rounds.evaluate_every == 0
-    return run.config.evaluated_clients if is_due else "none"
-
-
 def has_own_models(run: Run) -> bool:
     """Whether clients are evaluated with models that change only when they train."""
     method = run.experiment.method
@@ -37,7 +30,9 @@ def has_own_models(run: Run) -> bool:
 
 def evaluates_with_training(run: Run, number: int) -> bool:
     """Whether the cohort is evaluated when it trains: its models do not change afterwards."""
-    return has_own_models(run) and evaluated_clients(run, number) != "none"
+    rounds = run.config.rounds
+    is_due = rounds.is_due(number, rounds.evaluate_every)
+    return is_due and run.config.evaluated_clients != "none" and has_own_models(run)
 
 
 def evaluate_clients(
@@ -50,7 +45,7 @@ def evaluate_clients(
     fields: Line = {}
     scored: list[TrainReply] = list(report.accepted) if has_own_models(run) else []
     clients: Set[str] = {reply.client for reply in report.accepted}
-    if evaluated_clients(run, number) == "all":
+    if run.config.evaluated_clients == "all":
         clients = run.experiment.strategy.cohort.clients
     clients = clients - {reply.client for reply in scored}
     unasked = not_to_evaluate(run, number, clients, silent)

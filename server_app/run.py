@@ -21,7 +21,6 @@ from protocol.options import OptionValue
 from server_app.evaluation import (
     divergence_advice,
     evaluate_clients,
-    evaluated_clients,
     evaluates_with_training,
     global_score,
 )
@@ -168,11 +167,12 @@ def training_line(run: Run, number: int, question: Question, report: RoundReport
 def evaluate(run: Run, number: int, arrays: Arrays, report: RoundReport, silent: set[str]) -> Line:
     """The accuracies after the round, of the models and on the data that the config names."""
     line: Line = {}
-    if evaluated_clients(run, number) != "none":
-        line |= evaluate_clients(run, number, arrays, report, silent)
     rounds = run.config.rounds
-    is_due = number == rounds.num_rounds or number % rounds.evaluate_every == 0
-    if is_due and rounds.evaluate_global and run.experiment.method.has_global_model:
+    if not rounds.is_due(number, rounds.evaluate_every):
+        return line
+    if run.config.evaluated_clients != "none":
+        line |= evaluate_clients(run, number, arrays, report, silent)
+    if rounds.evaluate_global and run.experiment.method.has_global_model:
         line["global"] = global_score(run, number, arrays)
     return line
 
@@ -181,7 +181,7 @@ def save_checkpoint(run: Run, checkpoint: Checkpoint) -> None:
     """Write the checkpoint if one is due, and note the digests of the first rounds."""
     rounds, number, model = run.config.rounds, checkpoint.round, run.config.model.model
     saved = ""
-    if number == rounds.num_rounds or number % rounds.checkpoint_every == 0:
+    if rounds.is_due(number, rounds.checkpoint_every):
         saved = run.directory.save_checkpoint(checkpoint, model)
     if number <= NUM_NOTED_ROUNDS:
         noted = saved or digest(*checkpoint.pieces(model))

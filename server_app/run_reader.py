@@ -21,9 +21,8 @@ layout before would misread a file.
 """
 
 import json
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,7 +35,6 @@ from protocol.text import num_of
 from server_app.history import Line
 
 LAYOUT = 2
-OLDER = {1: "Keel 0.1"}  # layout: the newest version that reads it
 CONFIG_FILE, MANIFEST_FILE, SUMMARY_FILE = "config.json", "manifest.json", "summary.json"
 CLIENTS_FILE, AUDIT_FILE, ROSTER_FILE = "clients.jsonl", "audit.jsonl", "roster.json"
 LOG_FILE, LOCK_FILE, MODEL_FILE = "run.log", ".lock", "model.safetensors"
@@ -75,7 +73,7 @@ class RunReader:
         if not self.manifest and not (self.directory / HISTORY_FILE).exists():
             return
         if found != LAYOUT:
-            reader = OLDER.get(found, "a newer Keel") if isinstance(found, int) else "a newer Keel"
+            reader = "Keel 0.1" if found == 1 else "a newer Keel"
             raise ValueError(
                 f"{self.directory} has layout {found} of run directories, which {reader} reads; "
                 f"this version reads layout {LAYOUT}"
@@ -120,12 +118,11 @@ class RunReader:
     @cached_property
     def history(self) -> list[Line]:
         """The lines of history.jsonl: of round 1, 2, ..., and of all if the run has finished."""
-        follower = HistoryFollower(self.directory / HISTORY_FILE)
-        follower.update()
-        num_rounds = self.config["num-rounds"] if self.has_finished else 0
-        if len(follower.lines) < num_rounds:
-            raise missing(follower.path, len(follower.lines) + 1)
-        return follower.lines
+        path = self.directory / HISTORY_FILE
+        lines = lines_in_order(path)
+        if self.has_finished and len(lines) < self.config["num-rounds"]:
+            raise missing(path, len(lines) + 1)
+        return lines
 
     @property
     def last_round(self) -> int:
@@ -160,17 +157,17 @@ COPY = "put back a copy of the file if there is one"
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; ValueError naming the file if it has none."""
-    return parsed(path.read_bytes(), lambda fault: f"{path} is damaged: {fault}; {COPY}")
+    return parsed(path.read_bytes(), str(path))
 
 
-def parsed(text: bytes, damaged: Callable[[object], str]) -> dict[str, Any]:
-    """The JSON object in a text; ValueError with what `damaged` makes of the fault."""
+def parsed(text: bytes, place: str) -> dict[str, Any]:
+    """The JSON object in a text; ValueError naming its place."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(damaged(error)) from error
+        raise ValueError(f"{place} is damaged: {error}; {COPY}") from error
     if not isinstance(found, dict):
-        raise ValueError(damaged("it is not a JSON object"))
+        raise ValueError(f"{place} is damaged: it is not a JSON object; {COPY}")
     return found
 
 
@@ -185,69 +182,25 @@ def read_lines(path: Path) -> Iterator[Line]:
         for number, text in enumerate(file, 1):
             if not text.endswith(b"\n"):
                 return
-            yield parsed_line(text, path, number)
+            line = parsed(text, place := f"{path}, line {number}")
+            if type(line.get("round")) is not int:
+                raise ValueError(f"{place} is damaged: it has no round; {COPY}")
+            yield line
 
 
-def parsed_line(text: bytes, path: Path, number: int) -> Line:
-    """One line, which has at least its round."""
-    place = f"{path}, line {number} is damaged"
-    line = parsed(text, lambda fault: f"{place}: {fault}; {COPY}")
-    if type(line.get("round")) is not int:
-        raise ValueError(f"{place}: it has no round; {COPY}")
-    return line
+def lines_in_order(path: Path) -> list[Line]:
+    """The lines of a history, of rounds 1, 2, ...; ValueError naming the file if one is missing."""
+    lines = []
+    for number, line in enumerate(read_lines(path), 1):
+        if line["round"] != number:
+            raise missing(path, number)
+        lines.append(line)
+    return lines
 
 
 def missing(path: Path, server_round: int) -> ValueError:
     """The refusal of a history without this round."""
     return ValueError(f"{path} is damaged: round {server_round} is missing; {COPY}")
-
-
-class HistoryFollower:
-    """Follows a history that may be growing: `update` reads what is new.
-
-    lines: the whole lines so far. version: changes with them.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._inode, self.generation = path, -1, 0
-        self._restart()
-
-    def _restart(self) -> None:
-        self.lines: list[Line] = []
-        self._offset = 0
-        self.generation += 1
-
-    @property
-    def version(self) -> tuple[int, int]:
-        """Differs after every `update` that read something."""
-        return self.generation, len(self.lines)
-
-    def update(self) -> bool:
-        """Read what was appended, or all of a replaced file; whether anything changed.
-
-        ValueError naming the file and the line if one is damaged.
-        """
-        before = self.version
-        if not self.path.exists():
-            if self.lines:
-                self._restart()
-            return self.version != before
-        with self.path.open("rb") as file:
-            inode = os.fstat(file.fileno()).st_ino
-            if self._inode not in (-1, inode):
-                self._restart()
-            self._inode = inode
-            file.seek(self._offset)
-            for text in file:
-                if not text.endswith(b"\n"):
-                    break
-                number = len(self.lines) + 1
-                line = parsed_line(text, self.path, number)
-                if line["round"] != number:
-                    raise missing(self.path, number)
-                self.lines.append(line)
-                self._offset += len(text)
-        return self.version != before
 
 
 def round_of(version: Path) -> int:

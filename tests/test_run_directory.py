@@ -21,7 +21,6 @@ from server_app.run_reader import (
     HISTORY_FILE,
     LAYOUT,
     MANIFEST_FILE,
-    HistoryFollower,
     RunReader,
     new_path,
 )
@@ -106,20 +105,6 @@ def test_a_resume_drops_the_rounds_after_its_checkpoint(directory):
     done(directory, 1, 2, 3)
     assert [line["round"] for line in directory.rewind(1)] == [1]
     assert [line["round"] for line in history_of(directory.path)] == [1]
-
-
-def test_who_follows_a_history_reads_what_is_new_and_all_of_a_new_file(directory):
-    follower = HistoryFollower(directory.path / HISTORY_FILE)
-    assert not follower.update()
-    done(directory, 1, 2)
-    assert follower.update()
-    assert [line["round"] for line in follower.lines] == [1, 2]
-    assert not follower.update()
-    replaced = directory.path / "other"
-    replaced.write_text((directory.path / HISTORY_FILE).read_text().splitlines()[0] + "\n")
-    replaced.replace(directory.path / HISTORY_FILE)
-    assert follower.update()
-    assert [line["round"] for line in follower.lines] == [1]
 
 
 # --- damage ----------------------------------------------------------------------------------

@@ -59,8 +59,8 @@ from keel.experiments.tasks import (
 from protocol.config import resolve_config
 from protocol.files import write_atomically
 from protocol.text import num_of
-from server_app.history import HEADLINE
-from server_app.run_reader import HISTORY_FILE, HistoryFollower
+from server_app.history import HEADLINE, Line
+from server_app.run_reader import HISTORY_FILE, lines_in_order
 
 POLL_S = 0.2
 OTHERS_POLL_S = 5.0  # between two looks at what other runners have done
@@ -149,7 +149,7 @@ class ActiveRun:
     task: Any
     bar: TaskID
     num_earlier: int = 0  # attempts, unless one is resumed
-    reader: HistoryFollower | None = None  # of the newest attempt's history
+    history: Sequence[Line] = ()  # of the newest attempt
     rounds: int = 0
 
     def new_rounds(self) -> int:
@@ -157,11 +157,8 @@ class ActiveRun:
         attempts = self.run.attempts()[self.num_earlier :]
         if not attempts:
             return 0
-        path = attempts[-1] / HISTORY_FILE
-        if self.reader is None or self.reader.path != path:
-            self.reader = HistoryFollower(path)
-        self.reader.update()
-        finished = len(self.reader.lines)
+        self.history = lines_in_order(attempts[-1] / HISTORY_FILE)
+        finished = len(self.history)
         new, self.rounds = finished - self.rounds, finished
         return new
 
@@ -169,7 +166,7 @@ class ActiveRun:
     def accuracy(self) -> str:
         """The newest accuracy, for the bar."""
         for key, name in HEADLINE:
-            for line in reversed(self.reader.lines if self.reader else ()):
+            for line in reversed(self.history):
                 if key in line:
                     return f"{100 * line[key][name]:.2f} %"
         return ""

@@ -53,7 +53,7 @@ class Monitor:
     def is_due(self, server_round: int) -> bool:
         """Whether the round is measured: every `diagnostics-every` rounds, and the last."""
         rounds = self.config.rounds
-        return server_round % rounds.diagnostics_every == 0 or server_round == rounds.num_rounds
+        return rounds.is_due(server_round, rounds.diagnostics_every)
 
     def measure(
         self, server_round: int, w_g: Arrays, replies: Sequence[TrainReply], directory: Path
