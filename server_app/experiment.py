@@ -16,7 +16,6 @@ from protocol.arrays import Arrays
 from protocol.code import place_of
 from protocol.config import RunConfig
 from protocol.messages import DatasetSpec
-from server_app.diagnostics.monitor import Monitor
 from server_app.pool import Pool
 from server_app.roster import Clients, clients_of, roster_warnings
 from strategies import Average, strategy_for
@@ -83,19 +82,3 @@ def admit_clients(experiment: Experiment, pool: Pool) -> tuple[Clients, list[str
     warnings = roster_warnings(config, clients)
     config.rounds.check_cohort(len(strategy.cohort.sample(1)))
     return clients, warnings
-
-
-def monitor_of(experiment: Experiment, clients: Clients) -> Monitor | None:
-    """What measures the local models, if the config asks for it."""
-    config = experiment.config
-    if not config.rounds.diagnostics:
-        return None
-    return Monitor(
-        config,
-        experiment.method,
-        experiment.source,
-        experiment.model,
-        experiment.initial_weights,
-        architectures=clients.architectures,
-        is_simulated=clients.are_simulated,
-    )

@@ -19,7 +19,7 @@ from protocol.messages import RosterEntry, roster_entry
 from protocol.text import num_of, shortened
 from server_app.manifest import split_digest
 from server_app.run_reader import DAMAGE
-from server_app.simulated_roster import MAX_LISTED, ByName, SimulatedRoster
+from server_app.simulated_roster import MAX_LISTED, SimulatedRoster, TrainSizes
 from strategies.sampling import name_of
 
 
@@ -49,15 +49,14 @@ class Clients:
     """What a run has to know of all its clients together.
 
     are_simulated: their data are partitions of the run's source. sizes: by name the training
-    samples of simulated clients, {} of sites. architectures: by name. shown: the clients that files
-    and pictures list, the first thousand of very many. split: a digest.
+    samples of simulated clients, {} of sites. shown: the clients that files and pictures list, the
+    first thousand of very many. split: a digest.
     """
 
     num: int
     num_train: int
     are_simulated: bool
     sizes: Mapping[str, int]
-    architectures: Mapping[str, str]
     shown: Sequence[RosterEntry]
     split: str
 
@@ -70,8 +69,7 @@ def clients_of(config: RunConfig, roster: Mapping[int, RosterEntry]) -> Clients:
             num=len(roster),
             num_train=roster.num_train,
             are_simulated=True,
-            sizes=ByName(roster, lambda n: int(roster.sizes[n, 0])),
-            architectures=ByName(roster, roster.architecture),
+            sizes=TrainSizes(roster),
             shown=shown,
             split=roster.digest() if len(roster) > MAX_LISTED else split_digest(config, shown),
         )
@@ -82,7 +80,6 @@ def clients_of(config: RunConfig, roster: Mapping[int, RosterEntry]) -> Clients:
         num_train=sum(entry.num_examples for entry in entries),
         are_simulated=are_simulated,
         sizes=partition_sizes(config, entries) if are_simulated else {},
-        architectures={entry.client: entry.model for entry in entries},
         shown=entries,
         split=split_digest(config, entries),
     )

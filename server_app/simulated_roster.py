@@ -5,9 +5,8 @@ Values over all clients are computed from arrays.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property, lru_cache
-from typing import TypeVar
 
 import flwr
 import numpy as np
@@ -23,7 +22,6 @@ from strategies.sampling import FIRST_NODE, ClientNames, name_of
 
 CACHED_ENTRIES = 4096
 MAX_LISTED, NUM_SHOWN = 10_000, 1000  # of more clients, files and pictures show the first thousand
-T = TypeVar("T")
 
 
 class SimulatedRoster(Mapping[int, RosterEntry]):
@@ -102,12 +100,6 @@ class SimulatedRoster(Mapping[int, RosterEntry]):
         """Training samples of all clients."""
         return int(self.sizes[:, 0].sum())
 
-    def architecture(self, number: int) -> str:
-        """The network of a client."""
-        return own_architecture(
-            self.config, {"partition-id": number, "num-partitions": self.num_clients}
-        )
-
     def shown(self) -> list[RosterEntry]:
         """All entries; of more than `MAX_LISTED` clients the first thousand."""
         num = len(self) if len(self) <= MAX_LISTED else NUM_SHOWN
@@ -119,14 +111,17 @@ class SimulatedRoster(Mapping[int, RosterEntry]):
         return digest(f"{self.config.data.local_test_fraction}".encode(), *parts)
 
 
-class ByName(Mapping[str, T]):
-    """Client name to what `read` makes of its number, computed when read."""
+class TrainSizes(Mapping[str, int]):
+    """Client name to number of training samples, read when it is asked for."""
 
-    def __init__(self, roster: SimulatedRoster, read: Callable[[int], T]) -> None:
-        self.roster, self.read = roster, read
+    def __init__(self, roster: SimulatedRoster) -> None:
+        self.roster = roster
 
-    def __getitem__(self, name: str) -> T:
-        return self.read(self.roster.names.number(name))  # or KeyError
+    def __getitem__(self, name: str) -> int:
+        number = self.roster.names.number(name)
+        if number < 0:
+            raise KeyError(name)
+        return int(self.roster.sizes[number, 0])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.roster.names)

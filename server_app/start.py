@@ -10,18 +10,15 @@ from pathlib import Path
 from client_app.machine import data_digest, host_name, report_of
 from client_app.precision import resolved
 from protocol.config import RunConfig, resolve_config
-from protocol.files import digest
 from protocol.messages import PreflightRequest
 from protocol.options import OptionValue
 from server_app.audit import AuditLog
 from server_app.checks import config_warnings
 from server_app.diagnostics.monitor import Monitor
-from server_app.experiment import Experiment, admit_clients, build_experiment, monitor_of
+from server_app.experiment import Experiment, admit_clients, build_experiment
 from server_app.manifest import (
-    NUM_NOTED_ROUNDS,
     begin_manifest,
     check_same_data,
-    note_round,
 )
 from server_app.pool import Pool
 from server_app.preflight import machine_warnings
@@ -32,7 +29,7 @@ from server_app.run_directory import (
     new_run_directory,
     open_run_directory,
 )
-from server_app.run_reader import RunReader, new_path
+from server_app.run_reader import new_path
 from server_app.trackers import check_trackers
 from strategies.backoff import Backoff
 
@@ -96,7 +93,7 @@ def start_run(
     experiment = build_experiment(config)
     pool = make_pool(experiment, resumed.path if resumed else None)
     clients, warnings = admit_clients(experiment, pool)
-    monitor = monitor_of(experiment, clients)
+    monitor = Monitor(experiment, clients.are_simulated) if config.rounds.diagnostics else None
     start = Checkpoint(0, experiment.first_arrays, {})
     data = data_digest(experiment.source) if clients.are_simulated else ""
     if resumed:
@@ -160,7 +157,3 @@ def note_manifest(run: Run, data: str) -> None:
         precisions=precisions if clients.are_simulated and config.train.precision == "auto" else (),
         trains=run.start.round < config.rounds.num_rounds,
     )
-    noted = RunReader(path).manifest.get("rounds", {})
-    start = run.start
-    if 0 < start.round <= NUM_NOTED_ROUNDS and str(start.round) not in noted:  # killed before it
-        note_round(path, config, start.round, digest(*start.pieces(config.model.model)))
