@@ -75,6 +75,6 @@ def run_on(
     grid: Grid, overrides: Mapping[str, OptionValue], observers: Sequence[RunObserver] = ()
 ) -> Path:
     """The directory of a run of a deployment whose clients are the nodes of this grid."""
-    with patch("server_app.sites.POLL_S", 0.0), patch("server_app.sites.MAX_POLL_S", 0.01):
+    with patch("server_app.exchange.POLL_S", 0.0), patch("server_app.exchange.MAX_POLL_S", 0.01):
         make_pool = lambda experiment, resumed: sites_of(grid, experiment, resumed)  # noqa: E731
         return run_federation(make_pool, overrides, observers=observers).path

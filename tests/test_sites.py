@@ -20,7 +20,8 @@ from flower_adapter import (
     assign_source_node,
 )
 from protocol.messages import RosterRequest, request_record, roster_content
-from server_app.roster import ROSTER_FILE, read_saved_roster
+from server_app.roster import read_saved_roster
+from server_app.run_reader import ROSTER_FILE
 from server_app.sites import Sites
 
 pytestmark = pytest.mark.usefixtures("task_identity")
