@@ -134,7 +134,7 @@ def test_a_hangup_ends_a_run_here_and_not_one_on_a_deployment():
 def test_the_engine_says_whether_a_hangup_ends_the_run(monkeypatch, engine, ends):
     seen = []
 
-    def interrupt(at_once, ends_on_hangup):
+    def interrupt(ends_on_hangup):
         seen.append(ends_on_hangup)
         return nullcontext()
 

@@ -19,6 +19,7 @@ from keel.cli.status import status_lines
 from keel.deployment.superlink import check_connection
 from keel.runs import SavedRun
 from protocol.config import presets, resolve_config
+from server_app.run_reader import LAYOUT
 
 SMALL = ["model=cnn-fedreco", "lr=0.05", "alpha=5", "num-rounds=3"]
 
@@ -222,18 +223,6 @@ def test_ctrl_c_before_the_run_starts_says_that_nothing_was_saved(home, capsys, 
     assert not (home / "runs").exists()
 
 
-def test_runs_of_the_flower_engine_that_start_in_one_second_have_different_names(home, monkeypatch):
-    monkeypatch.setattr("server_app.summary.time.strftime", lambda _: "20260101-000000")
-    options = EngineOptions(Engine.flower, 2)
-    (home / "runs" / "20260101-000000-fedavg-digits-1").mkdir(parents=True)  # of another engine
-    jobs = [prepared({"source": "digits"}, options, True, ())[1] for _ in range(2)]
-    assert [job.overrides["run-name"] for job in jobs] == [
-        "20260101-000000-fedavg-digits",
-        "20260101-000000-fedavg-digits-2",
-    ]
-    assert [job.directory.name for job in jobs] == [job.overrides["run-name"] for job in jobs]
-
-
 def test_clients_come_from_the_option_the_config_or_are_ten():
     name, preset = next((n, p) for n, p in presets().items() if p.get("num-clients"))
     for overrides, clients, expected in (
@@ -304,10 +293,10 @@ def test_a_resume_that_is_stopped_before_its_first_line_can_be_resumed(
 
 
 def test_a_deployments_run_is_not_resumed_as_a_simulation(home, capsys):
-    """`keel status` named no engine, and the resume said that the data had changed."""
     run = make_run(home / "runs" / "mine", {"method": "fedavg"}, 4, status="stopped", num_written=2)
     for has_sites in (False, True):
-        (run / "manifest.json").write_text(json.dumps({"simulated": not has_sites}))
+        manifest = {"layout": LAYOUT, "simulated": not has_sites}
+        (run / "manifest.json").write_text(json.dumps(manifest))
         command = "keel resume mine" + " --engine deployment --federation NAME" * has_sites
         assert status_lines(SavedRun(run))[-1] == f"resume    {command}"
     assert main(["resume", "mine"]) == 2

@@ -19,7 +19,7 @@ KEYS = SMALL | {
     **{"method": "fedreco", "fedreco.eta-0": 0.5, "local-test-fraction": 0.2},
     "fraction-train": 0.67,  # two of three
 }
-MARK = "KEEL_TEST_HOME"  # of the environment of all processes of a test
+MARK = "TEST_HOME"  # of the environment of all processes of a test
 words = [f"{key}={value}" for key, value in KEYS.items() if key != "num-rounds"]
 
 

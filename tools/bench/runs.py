@@ -24,7 +24,7 @@ from protocol.config import keel_home
 
 Keys = dict[str, str | int | float]
 ROOT = Path(__file__).resolve().parents[2]
-MARK = "KEEL_BENCH_MARK"
+MARK = "BENCH_MARK"
 TICKS = os.sysconf("SC_CLK_TCK")
 LIMIT_S = 900.0
 POLL_S = 0.02
