@@ -13,7 +13,7 @@ from tools.sizes import as_json, measured_sizes
 from keel.cli import engines
 from keel.cli.interrupts import INTERRUPTED_CODE
 from keel.cli.main import main
-from keel.cli.run import NOT_STARTED, Engine, EngineOptions, config_of, prepared, with_clients
+from keel.cli.run import NOT_STARTED, Engine, EngineOptions, config_of, with_clients
 from keel.cli.sizes import SIZES_FILE, data_size, parameter_count, stored_sizes
 from keel.cli.status import status_lines
 from keel.deployment.superlink import check_connection

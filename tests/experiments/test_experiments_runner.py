@@ -1357,7 +1357,7 @@ def test_a_table_says_what_is_missing_in_a_cell(tmp_path):
     assert "; tuned cells without seed 0, which chose their values; " in page
     results = results_of(recipe, how, tmp_path)
     ((_, figure),) = run_charts(recipe, results)
-    assert [trace["y"] for trace in figure["data"] if trace["name"] == "FedProx"] == [[60.0]]
+    assert [trace["y"] for trace in figure["data"] if trace.get("name") == "FedProx"] == [[60.0]]
     evidence = Evidence(recipe, how, results, claims=())
     with_all = replace(results["FedProx", "result"], tuned_on=None)
     both = replace(evidence, results={**results, ("FedProx", "result"): with_all})

@@ -85,13 +85,13 @@ def test_a_machine_with_other_data_is_unfit(tmp_path):
 
 def test_a_run_is_not_executed_on_a_machine_that_has_joined_with_other_data(run):
     asked = []
-    remote = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *a: asked.append(a)))
+    remote = SimpleNamespace(remote=lambda *words: asked.append(words))
     config, other = resolve_config(run.keys), resolve_config({"source": "svhn"})
     with RayTasks(Resources(), run.folder) as runner:
         runner._remote, runner.data = remote, [(other, "0" * 16), (config, "0" * 16)]
-        runner.submit([run])
+        runner.submit(run)
         runner.pending.clear()
-    [reason] = execute(*asked[0])
+    reason = execute(*asked[0])
     assert reason.startswith(f"its machine has other data for source = {config.data.source!r}, ")
     assert not run.attempts()
 
@@ -106,7 +106,7 @@ def run(tmp_path):
 
 def test_a_locked_run_is_left_alone(run):
     with claimed(run):
-        assert execute([run], code_version()) == [None]
+        assert execute(run, code_version()) is None
     assert not run.attempts()
 
 
@@ -134,7 +134,7 @@ def test_why_a_run_failed_is_returned_and_logged(error, reason, logged, run, mon
     monkeypatch.setattr("server_app.app.log_to_stdout", lambda: None)
     directory = Path.cwd()
     with capfd.disabled():
-        assert execute([run], code_version()) == [reason]
+        assert execute(run, code_version()) == reason
     assert logged in (run.folder / "log.txt").read_text()
     assert run.failure() == "failed"  # although it has no run directory
     assert Path.cwd() == directory
