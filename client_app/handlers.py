@@ -127,7 +127,7 @@ def query(message: Message, context: Context) -> RecordDict:
         for split in (train, test)
     )
     name = own_architecture(config, node)
-    model = process_cache.network(config, data, name, "local", device_for("cpu"))
+    model = process_cache.networks(config, data, device_for("cpu")).network(name, "local")
     has_source = "source" in node
     device = str(node.get("device", config.train.device))
     entry = RosterEntry(
@@ -240,7 +240,7 @@ def own_copy(update: Update, ctx: RoundContext) -> None:
 
     The networks train other clients, and the server may change what it has sent.
     """
-    networks = [network.state_dict() for network in ctx.networks.all()]
+    networks = [network.state_dict() for network in ctx.networks.built.values()]
     shared = {
         array.untyped_storage().data_ptr()
         for arrays in (*networks, ctx.received, ctx.extra)

@@ -129,15 +129,8 @@ class PreviousModelObjective(LocalObjective):
     )
 
     def first_previous(self, ctx: RoundContext) -> Arrays | None:
-        """None for "received"; the run's initial weights for "initial", random ones for "official".
-
-        In round 1 always None: the received model is then the initial one, and MOON's code has no
-        contrast yet.
-        """
-        if self.first_use == "received" or ctx.round == 1:
-            return None
-        is_initial = self.first_use == "initial"
-        return ctx.initial_weights() if is_initial else ctx.random_weights("first-use")
+        """None for "received"; for "initial" the run's initial weights, which round 1 receives."""
+        return ctx.initial_weights() if self.first_use == "initial" and ctx.round > 1 else None
 
 
 def minimise(

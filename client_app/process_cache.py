@@ -3,17 +3,15 @@
 Nothing here belongs to a client: a run gives the same result whichever process trains whom.
 """
 
-from collections.abc import Iterable
-
 import torch
 
 from client_app.graphs import Replayed
+from client_app.networks import Networks
 from client_app.node_config import NodeConfig, client_name, own_architecture, own_splits
 from client_app.round import RoundContext, on_device
 from client_app.samples import Pixels, Samples
-from client_app.setup import build_network, device_for, placed
+from client_app.setup import build_network, device_for
 from client_app.site_privacy import is_site
-from models import StagedModel
 from protocol.arrays import Arrays
 from protocol.config import RunConfig
 from protocol.messages import DatasetSpec, RoundRequest
@@ -27,7 +25,7 @@ client_bytes = 4096  # of a client in that cache, beside its images: about that 
 
 
 class ProcessCache:
-    """Builds each network of a run once and lends it to one client after the other."""
+    """The networks of one run, and the samples of the clients that were trained last."""
 
     def __init__(self) -> None:
         keep_freed_memory()
@@ -36,18 +34,22 @@ class ProcessCache:
     def clear(self) -> None:
         """Drop everything."""
         self._key: tuple[object, ...] = ()  # the run, its data set and the device
-        self._networks: dict[tuple[str, str], StagedModel] = {}
-        self._initial: dict[str, Arrays] = {}
+        self._networks: Networks | None = None
         self._samples: dict[frozenset[tuple[str, object]], tuple[Samples, Samples]] = {}
         self._samples_bytes = 0
-        self.has_logged_full_cache = False  # in this run; see `FrozenFeatureCache`
         Replayed.obstacles = {}
 
-    def _clear_for_run(self, config: RunConfig, data: DatasetSpec, device: torch.device) -> None:
+    def networks(self, config: RunConfig, data: DatasetSpec, device: torch.device) -> Networks:
+        """The networks of this run; what belongs to another run is dropped."""
         key = config, data, device
-        if self._key != key:
+        if self._networks is None or self._key != key:
             self.clear()
             self._key = key
+            shape, num_classes = data.image_shape, data.num_classes
+            self._networks = Networks(
+                lambda name: build_network(config, shape, num_classes, name), device
+            )
+        return self._networks
 
     def samples(
         self, config: RunConfig, data: DatasetSpec, node_config: NodeConfig, device: torch.device
@@ -56,7 +58,7 @@ class ProcessCache:
 
         The most recent clients' samples are cached, up to `samples_cache_bytes`.
         """
-        self._clear_for_run(config, data, device)
+        self.networks(config, data, device)  # drops the samples of another run
         client = frozenset(node_config.items())
         forms = 2 if config.data.flip else 1  # with flips: plain and mirrored
 
@@ -75,29 +77,6 @@ class ProcessCache:
             self._samples_bytes -= size_bytes(self._samples.pop(next(iter(self._samples))))
         return own
 
-    def network(
-        self, config: RunConfig, data: DatasetSpec, name: str, slot: str, device: torch.device
-    ) -> StagedModel:
-        """The network `name` of this run: one instance per slot ("local", "global", ...)."""
-        self._clear_for_run(config, data, device)
-        if (name, slot) not in self._networks:
-            model = build_network(config, data.image_shape, data.num_classes, name)
-            self._initial[name] = {k: v.clone() for k, v in model.state_dict().items()}
-            self._networks[name, slot] = placed(model, device)
-        return self._networks[name, slot]
-
-    def all(self) -> Iterable[StagedModel]:
-        """As `Networks.all`."""
-        return self._networks.values()
-
-    def initial_weights(self, name: str) -> Arrays:
-        """The weights that the run's seed gives the network `name`, which has been built before."""
-        return self._initial[name]
-
-    def random_weights(self, config: RunConfig, data: DatasetSpec, name: str, seed: int) -> Arrays:
-        """The weights that this seed gives the network `name`."""
-        return build_network(config, data.image_shape, data.num_classes, name, seed).state_dict()
-
     def begin_round(
         self,
         request: RoundRequest,
@@ -112,9 +91,9 @@ class ProcessCache:
         torch.set_num_threads(config.train.threads or available_threads)
         device = device_for(str(node_config.get("device", config.train.device)))
         train, test = self.samples(config, data, node_config, device)
+        networks = self.networks(config, data, device)
         return RoundContext(
             config=config,
-            data=data,
             client=client_name(node_config),
             round=request.round,
             device=device,
@@ -124,9 +103,7 @@ class ProcessCache:
             extra=on_device(extra, device),
             state=state,
             last_accepted_round=last_accepted_round,
-            model=self.network(
-                config, data, own_architecture(config, node_config), "local", device
-            ),
+            model=networks.network(own_architecture(config, node_config), "local"),
             is_simulated=not is_site(node_config),
-            networks=self,
+            networks=networks,
         )

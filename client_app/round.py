@@ -1,42 +1,22 @@
 """One client in one round: everything that the client half of a method reads."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from client_app.networks import Networks
 from client_app.precision import resolved
 from client_app.samples import BatchPlan, Samples, Step, batch_size_for
 from models import StagedModel
 from protocol.arrays import Arrays
 from protocol.config import RunConfig
-from protocol.messages import DatasetSpec
 from protocol.seeds import seed_of
-
-
-class Networks(Protocol):
-    """The networks that a process reuses for all its clients; see client_app/process_cache.py."""
-
-    has_logged_full_cache: bool
-
-    def network(
-        self, config: RunConfig, data: DatasetSpec, name: str, slot: str, device: torch.device
-    ) -> StagedModel:
-        """The instance of network `name` in this slot ("local", "global", ...)."""
-
-    def all(self) -> Iterable[StagedModel]:
-        """The instances in use, of all slots."""
-
-    def initial_weights(self, name: str) -> Arrays:
-        """The weights that the run's seed gives the network `name`."""
-
-    def random_weights(self, config: RunConfig, data: DatasetSpec, name: str, seed: int) -> Arrays:
-        """Weights of the network `name` from this seed."""
 
 
 def on_device(arrays: Arrays, device: torch.device) -> Arrays:
@@ -48,7 +28,6 @@ def on_device(arrays: Arrays, device: torch.device) -> Arrays:
 class RoundContext:
     """Client `client` in round `round` (from 1).
 
-    data: shape, classes and normalisation of the run's data set.
     received: the arrays that the server sent, on `device`; extra: what it sent beside them.
     state: the client state, by group name, on the CPU; {} at the first participation.
     last_accepted_round: the last round in which this client's update was aggregated; 0: none.
@@ -60,7 +39,6 @@ class RoundContext:
     """
 
     config: RunConfig
-    data: DatasetSpec
     client: str
     round: int
     device: torch.device
@@ -98,12 +76,7 @@ class RoundContext:
 
     def initial_weights(self) -> Arrays:
         """The weights that the run's seed gives this client's network; the same for all clients."""
-        return self.networks.initial_weights(self.model.name)
-
-    def random_weights(self, *names: int | str) -> Arrays:
-        """Random weights of this client's network, from its random stream `names`."""
-        seed = self.seed(*names)
-        return self.networks.random_weights(self.config, self.data, self.model.name, seed)
+        return self.networks.initial_weights[self.model.name]
 
     def plan(self, stream: str, count: int, unit: str) -> BatchPlan:
         """The batches of `count` epochs or steps (`unit`) in the order of the stream.
@@ -128,8 +101,7 @@ class RoundContext:
 
         There is one instance per slot: a second call with the same slot returns the same instance.
         """
-        name = name or self.model.name
-        return self.networks.network(self.config, self.data, name, slot, self.device)
+        return self.networks.network(name or self.model.name, slot)
 
     def frozen(self, slot: str, arrays: Arrays) -> StagedModel:
         """`network(slot)` with these weights, in eval mode and without gradient."""

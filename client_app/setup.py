@@ -151,18 +151,6 @@ def build_network(
     return model.to(memory_format=torch.channels_last)
 
 
-def placed(model: StagedModel, device: torch.device) -> StagedModel:
-    """The model, moved to this device and to the memory format that is fastest there.
-
-    CUDA's GroupNorm works on contiguous memory only: in channels-last memory it would copy the
-    input of every such layer, and its output for the next convolution.
-    """
-    model.to(device)
-    if device.type == "cuda" and any(isinstance(p, torch.nn.GroupNorm) for p in model.modules()):
-        model.to(memory_format=torch.contiguous_format)
-    return model
-
-
 @lru_cache(maxsize=4)  # the roster needs it for every client, and the networks are the same
 def representation_width(config: RunConfig, model: StagedModel) -> int:
     """Entries of the representation of one image where the method splits the network."""

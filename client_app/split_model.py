@@ -1,16 +1,56 @@
-"""A network split into a feature extractor (all stages) and a head (the classifier)."""
+"""A network split into a feature extractor (all stages) and a head (the classifier).
+
+FedRep, FedPAC and FedCR average the extractors, and each client keeps its head.
+"""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from client_app.feature_cache import cached
+from client_app.method import Method
 from client_app.round import RoundContext
 from client_app.samples import Duration, Step
 from client_app.trainer import Descent, fit
 from models import StagedModel
 from protocol.arrays import Arrays
+from protocol.options import at_least, option
+
+
+@dataclass(frozen=True)
+class OwnHead(Method):
+    """A method whose clients share the extractor, and have their heads as client state."""
+
+    is_stateful: ClassVar[bool] = True
+    is_personal: ClassVar[bool] = True
+    is_adapted_from_global: ClassVar[bool] = True
+    has_global_model: ClassVar[bool] = False
+    shared_part: ClassVar[str] = "extractor"
+    client_state: ClassVar[str] = "its head"
+
+
+@dataclass(frozen=True)
+class TunedHead(OwnHead):
+    """The heads are tuned once more after the last round."""
+
+    final_head_epochs: int = option(
+        at_least(0), "epochs on the head after the last round", source="authors' code: 10"
+    )
+
+    def depends_on_num_rounds(self) -> bool:
+        """The last round tunes the heads."""
+        return self.final_head_epochs > 0
+
+    def is_tuned_for_evaluation(self) -> bool:
+        """After the last round."""
+        return self.final_head_epochs > 0
+
+    def is_tuned_in(self, ctx: RoundContext) -> bool:
+        """Whether the personal model of this round has its head tuned."""
+        return self.final_head_epochs > 0 and ctx.round == ctx.config.rounds.num_rounds
 
 
 def head_of(model: StagedModel) -> Arrays:

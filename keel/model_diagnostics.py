@@ -10,7 +10,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from client_app.setup import build_network, device_or_cpu, open_source, placed
+from client_app.networks import placed
+from client_app.setup import build_network, device_or_cpu, open_source
 from client_app.state import version_name
 from models import StagedModel
 from protocol.arrays import Arrays, mismatch

@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from client_app.setup import device_for, placed
+from client_app.networks import placed
+from client_app.setup import device_for
 from models import StagedModel, build_model
 from protocol.models import MODELS
 

@@ -73,16 +73,11 @@ def conv_norm(
 
 
 class GlobalAverage(nn.Module):
-    """The mean over positions, with the bits of `AdaptiveAvgPool2d`, which vmap would loop over."""
+    """The mean over positions: the usual `to_features` of a network that ends in a convolution."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C]."""
         return x.mean((2, 3))
-
-
-def global_average() -> GlobalAverage:
-    """The usual `to_features` of a network that ends in a convolution."""
-    return GlobalAverage()
 
 
 def fan_in_(model: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from models.layers import Norm, Residual, conv_norm, global_average
+from models.layers import GlobalAverage, Norm, Residual, conv_norm
 from models.staged import Stage, Trunk
 
 
@@ -29,7 +29,7 @@ def mobilenet_v2(input_shape: tuple[int, int, int], norm: Norm) -> Trunk:
         "bottleneck5": Stage(_bottlenecks(64, 96, 3, 1, norm), nn.Identity()),
         "conv6": Stage(last, nn.ReLU6()),
     }
-    return Trunk(stages, global_average(), 1280)
+    return Trunk(stages, GlobalAverage(), 1280)
 
 
 def _bottlenecks(in_width: int, width: int, depth: int, stride: int, norm: Norm) -> nn.Sequential:

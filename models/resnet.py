@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.layers import Norm, Residual, conv_norm, global_average, he_normal_
+from models.layers import GlobalAverage, Norm, Residual, conv_norm, he_normal_
 from models.staged import Stage, Trunk
 
 Block = Callable[[int, int, int, Norm], Residual]  # in_width, width, stride, norm
@@ -21,14 +21,14 @@ def resnet20(input_shape: tuple[int, int, int], norm: Norm, width: int) -> Trunk
     widths, depths = (width, 2 * width, 4 * width), (3, 3, 3)
     stages = _stages(input_shape, _basic_padded, width, widths, depths, norm)
     he_normal_(stages.values())
-    return Trunk(stages, global_average(), 4 * width)
+    return Trunk(stages, GlobalAverage(), 4 * width)
 
 
 def resnet18(input_shape: tuple[int, int, int], norm: Norm, width: int) -> Trunk:
     """FedRCL's: torch's own initial weights, as in the authors' code."""
     widths, depths = (width, 2 * width, 4 * width, 8 * width), (2, 2, 2, 2)
     stages = _stages(input_shape, _basic, width, widths, depths, norm)
-    return Trunk(stages, global_average(), 8 * width)
+    return Trunk(stages, GlobalAverage(), 8 * width)
 
 
 def resnet50(input_shape: tuple[int, int, int], norm: Norm, width: int) -> Trunk:
@@ -36,7 +36,7 @@ def resnet50(input_shape: tuple[int, int, int], norm: Norm, width: int) -> Trunk
     widths, depths = (4 * width, 8 * width, 16 * width, 32 * width), (3, 4, 6, 3)
     stages = _stages(input_shape, _bottleneck, width, widths, depths, norm)
     he_normal_(stages.values())
-    return Trunk(stages, global_average(), 32 * width)
+    return Trunk(stages, GlobalAverage(), 32 * width)
 
 
 def _stages(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from models.layers import Norm, Residual, conv_norm, global_average
+from models.layers import GlobalAverage, Norm, Residual, conv_norm
 from models.staged import Stage, Trunk
 
 GROUPS = 3
@@ -21,7 +21,7 @@ def shufflenet(input_shape: tuple[int, int, int], norm: Norm) -> Trunk:
             units += [nn.ReLU(), _unit(width, norm)]
         stages[f"stage{n}"] = Stage(nn.Sequential(*units), nn.ReLU())
         in_width = width
-    return Trunk(stages, global_average(), in_width)
+    return Trunk(stages, GlobalAverage(), in_width)
 
 
 class Concatenated(Residual):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from models.layers import MaxPool2x2, Norm, Residual, conv_norm, global_average
+from models.layers import GlobalAverage, MaxPool2x2, Norm, Residual, conv_norm
 from models.staged import Stage, Trunk
 
 
@@ -23,7 +23,7 @@ def squeezenet(input_shape: tuple[int, int, int], norm: Norm) -> Trunk:
         "fire7": _pair([Fire(256, 384, norm)], 384, norm),
         "fire9": _pair([Fire(384, 512, norm), MaxPool2x2()], 512, norm),
     }
-    return Trunk(stages, global_average(), 512)
+    return Trunk(stages, GlobalAverage(), 512)
 
 
 class Fire(nn.Module):

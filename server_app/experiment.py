@@ -8,8 +8,9 @@ import torch
 
 from client_app.method import Method
 from client_app.methods import method_of
+from client_app.networks import placed
 from client_app.samples import Samples
-from client_app.setup import dataset_spec_of, device_for, model_for, open_source, pixels_of, placed
+from client_app.setup import dataset_spec_of, device_for, model_for, open_source, pixels_of
 from data.sources import Source
 from models import StagedModel
 from protocol.arrays import Arrays

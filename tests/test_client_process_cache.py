@@ -22,9 +22,10 @@ def test_another_run_has_other_samples_and_networks():
     one, two, cache, cpu = make_config(), make_config(seed=1), ProcessCache(), torch.device("cpu")
     first = make_round(one, cache=cache).train_samples
     assert make_round(two, cache=cache).train_samples is not first
-    model = cache.network(two, facts(two), "cnn-fedreco", "local", cpu)
-    assert cache.network(two, facts(two), "cnn-fedreco", "local", cpu) is model
-    assert cache.network(two, facts(two), "cnn-fedreco", "global", cpu) is not model
+    networks = cache.networks(two, facts(two), cpu)
+    model = networks.network("cnn-fedreco", "local")
+    assert networks.network("cnn-fedreco", "local") is model
+    assert networks.network("cnn-fedreco", "global") is not model
     assert_same_bits(model.state_dict(), initial(two))
 
 
@@ -36,7 +37,7 @@ def test_other_statistics_or_another_device_have_other_samples_and_networks():
     other, _ = cache.samples(config, replace(data, mean=(0.25,)), node, cpu)
     assert (*first.pixels.mean, *other.pixels.mean) == (*data.mean, 0.25)
     for device in (cpu, meta, cpu):
-        model = cache.network(config, data, config.model.model, "local", device)
+        model = cache.networks(config, data, device).network(config.model.model, "local")
         assert {weight.device for weight in model.parameters()} == {device}
 
 

@@ -204,7 +204,7 @@ def test_frozen_models_run_no_further_than_the_last_layer():
     now = make_round(config, state={"previous": initial(config, seed=5)}, cache=cache)
     ran = []
     for slot in ("global", "previous"):
-        network = cache.network(config, now.data, "cnn-fedcka", slot, now.device)
+        network = now.network(slot)
         for name, stage in network.stages.items():
             stage.body.register_forward_hook(lambda *_, name=name: ran.append(name))
     method_of(config).train(now)

@@ -30,10 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from client_app.feature_cache import cached
-from client_app.method import Method, ModelParts, Update
+from client_app.method import ModelParts, Update
 from client_app.round import RoundContext
 from client_app.samples import Duration, Step
-from client_app.split_model import extractor_of, head_of, unfreeze, with_own_head
+from client_app.split_model import TunedHead, extractor_of, head_of, unfreeze, with_own_head
 from client_app.trainer import fit
 from models import StagedModel
 from protocol.arrays import Arrays
@@ -117,17 +117,11 @@ class Sampled(nn.Module):
 
 
 @dataclass(frozen=True)
-class FedCR(Method):
+class FedCR(TunedHead):
     """Stochastic features pulled towards their class's global Gaussian; a private head."""
 
-    is_stateful: ClassVar[bool] = True
-    is_personal: ClassVar[bool] = True
-    is_adapted_from_global: ClassVar[bool] = True
-    has_global_model: ClassVar[bool] = False
     has_own_server_half: ClassVar[bool] = True
     default_weighting: ClassVar[str] = "uniform"
-    shared_part: ClassVar[str] = "extractor"
-    client_state: ClassVar[str] = "its head"
     regularises: ClassVar[str] = "stochastic features, towards a global Gaussian for each class"
     paper: ClassVar[str] = "Zhang et al. 2023"
     extra_forwards: ClassVar[str] = "`fedcr.samples` of the head"
@@ -142,26 +136,15 @@ class FedCR(Method):
         "draws of the features per sample, in training and evaluation",
         source="authors' code",
     )
-    final_head_epochs: int = option(
-        at_least(0), "epochs on the head after the last round", source="10 in the authors' code"
-    )
 
     def model_parts(self) -> ModelParts:
         """A last layer that outputs mean and standard deviation."""
         return ModelParts(projection="gaussian")
 
-    def depends_on_num_rounds(self) -> bool:
-        """The last round tunes the heads with `final-head-epochs`."""
-        return self.final_head_epochs > 0
-
-    def is_tuned_for_evaluation(self) -> bool:
-        """After the last round, if `final-head-epochs` is above 0."""
-        return self.final_head_epochs > 0
-
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> nn.Module:
         """The network with sampled features, its head tuned after the last round if configured."""
         model = with_own_head(ctx, state)
-        if ctx.round == ctx.config.rounds.num_rounds and self.final_head_epochs:
+        if self.is_tuned_in(ctx):
             self._tune_head(ctx, model)
         return Sampled(model, self.samples, ctx.seed("evaluation"))
 

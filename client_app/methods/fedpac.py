@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from client_app.method import Method, Update
+from client_app.method import Update
 from client_app.prototypes import class_means, class_sums, feature_sums
 from client_app.round import RoundContext
 from client_app.samples import Duration
-from client_app.split_model import extractor_of, fit_part, head_of, unfreeze, with_own_head
+from client_app.split_model import OwnHead, extractor_of, fit_part, head_of, unfreeze, with_own_head
 from client_app.trainer import fit
 from models import StagedModel
 from protocol.arrays import Arrays
@@ -50,16 +50,10 @@ def targets(prototypes: Tensor, is_known: Tensor, own_means: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FedPAC(Method):
+class FedPAC(OwnHead):
     """Features aligned with class prototypes; each head a mix of all clients' heads."""
 
-    is_stateful: ClassVar[bool] = True
-    is_personal: ClassVar[bool] = True
-    is_adapted_from_global: ClassVar[bool] = True
-    has_global_model: ClassVar[bool] = False
     has_own_server_half: ClassVar[bool] = True
-    shared_part: ClassVar[str] = "extractor"
-    client_state: ClassVar[str] = "its head"
     regularises: ClassVar[str] = "classifier's input, towards the global class prototypes"
     paper: ClassVar[str] = "Xu et al. 2023"
     duration_keys: ClassVar[tuple[str, ...]] = ("fedpac.extractor-epochs",)

@@ -11,8 +11,8 @@ the option `threshold`.
 the authors' code, which produced their tables: it uses only the least similar positive and the two
 most similar samples of other classes, and averages over all anchors. An anchor without a positive
 is its own positive in the contrast, and no penalty applies to it. `beta = 0` is FedSCL, eq. (2);
-`levels = "last"` is the ablation of Table 4. `pre-activation` takes each level before its final
-ReLU, as the authors' code does; the paper does not specify it.
+`levels = "last"` is the ablation of Table 4. Each level is taken before its final ReLU, as in the
+authors' code; the paper does not specify it.
 
 The second logarithm of eq. (5) is at least 1/tau (20 for tau = 0.05). This constant has no
 gradient, so the losses here, and the penalty that a run records, omit it and are lower by beta/tau.
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from client_app.level_contrast import LevelContrast
 from models import StagedModel
-from protocol.options import at_least, between, more_than, one_of, option, true_or_false
+from protocol.options import at_least, between, more_than, one_of, option
 
 
 def divergence_penalty(s: Tensor, tau: float) -> Tensor:
@@ -108,14 +108,11 @@ class FedRCL(LevelContrast):
     )
 
     levels: str = option(one_of("all", "last"), "stages compared", source="Table 4")
-    pre_activation: bool = option(
-        true_or_false(), "representations before the final ReLU", source="authors' code"
-    )
 
     def layers(self, model: StagedModel) -> list[str]:
-        """All stages or the last, before or after their activation."""
-        stages = model.regularised_stages if self.levels == "all" else model.regularised_stages[-1:]
-        return [f"{stage}:pre" if self.pre_activation else stage for stage in stages]
+        """All stages or the last, before their final ReLU."""
+        layers = super().layers(model)
+        return layers if self.levels == "all" else layers[-1:]
 
     def level_loss(self, phi: Tensor, y: Tensor) -> Tensor:
         """L_RCL(phi_l), eq. (5)."""

@@ -16,25 +16,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from client_app.method import Method, Update
+from client_app.method import Update
 from client_app.round import RoundContext
-from client_app.split_model import extractor_of, fit_part, head_of, with_own_head
+from client_app.split_model import TunedHead, extractor_of, fit_part, head_of, with_own_head
 from models import StagedModel
 from protocol.arrays import Arrays
 from protocol.options import at_least, option
 
 
 @dataclass(frozen=True)
-class FedRep(Method):
+class FedRep(TunedHead):
     """Alternating training of head and extractor."""
 
-    is_stateful: ClassVar[bool] = True
-    is_personal: ClassVar[bool] = True
-    is_adapted_from_global: ClassVar[bool] = True
-    has_global_model: ClassVar[bool] = False
-    shared_part: ClassVar[str] = "extractor"
     duration_keys: ClassVar[tuple[str, ...]] = ("fedrep.head-epochs", "fedrep.extractor-epochs")
-    client_state: ClassVar[str] = "its head"
     paper: ClassVar[str] = "Collins et al. 2021"
 
     head_epochs: int = option(
@@ -43,22 +37,11 @@ class FedRep(Method):
         source="10 in FedRep's tables, 1 in FedReCo's",
     )
     extractor_epochs: int = option(at_least(0), "epochs on the extractor in each round")
-    final_head_epochs: int = option(
-        at_least(0), "epochs on the head after the last round", source="authors' code: 10"
-    )
-
-    def depends_on_num_rounds(self) -> bool:
-        """The last round tunes the heads with `final-head-epochs`."""
-        return self.final_head_epochs > 0
-
-    def is_tuned_for_evaluation(self) -> bool:
-        """After the last round, if `final-head-epochs` is above 0."""
-        return self.final_head_epochs > 0
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """The received extractor and its own head, tuned after the last round if so configured."""
         model = with_own_head(ctx, state)
-        if ctx.round == ctx.config.rounds.num_rounds and self.final_head_epochs:
+        if self.is_tuned_in(ctx):
             fit_part(ctx, "head", self.final_head_epochs, ctx.config.train.lr, "fine-tuning")
         return model
 

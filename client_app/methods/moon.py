@@ -15,7 +15,7 @@ code, averages the cosines over the batch before eq. (3).
 At a client's first participation the previous model is the global model (`first-use = "received"`),
 so the term is the constant mu log 2 and is left out; a projection head of "mlp-side" then stays as
 received, without weight decay. A client that is first sampled after round 1 has the run's initial
-model instead with "initial" (FedIntR's code), and random weights with "official" (MOON's code).
+model instead with "initial" (FedIntR's code).
 """
 
 from collections.abc import Mapping
@@ -73,11 +73,6 @@ class MOON(PreviousModelObjective):
         one_of("sample", "batch"),
         "eq. (3) of each sample, or of the batch's mean cosines",
         source="batch: FedIntR's code",
-    )
-    first_use: str = option(
-        one_of("received", "initial", "official"),
-        "previous model at a client's first participation",
-        source="initial: FedIntR's code; official: MOON's code",
     )
 
     def model_parts(self) -> ModelParts:

@@ -62,15 +62,6 @@ def test_from_round_2_a_first_participation_may_be_against_the_initial_weights(m
     assert method_of(own).first_previous(make_round(own, 2, received)) is None
 
 
-def test_moons_official_first_participation_is_against_random_weights_of_the_client():
-    config = make_config(method="moon", moon__first_use="official")
-    one, two = (make_round(config, 2, partition=k) for k in (0, 1))
-    drawn = method_of(config).first_previous(one)
-    assert_same_bits(drawn, method_of(config).first_previous(one))
-    assert differ(drawn, initial(config))
-    assert differ(drawn, method_of(config).first_previous(two))
-
-
 @pytest.mark.parametrize("statistics", ["running", "batch"])
 def test_frozen_models_use_their_own_statistics_or_each_batchs(statistics):
     config = make_config(

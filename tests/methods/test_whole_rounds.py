@@ -208,7 +208,7 @@ def fedmlb(o, w_g, y, now, **_):
 def levels_of(o, now):
     names = STAGES[-1:] if o.get("levels") == "last" else STAGES
     for name in names:
-        h = pooled(now[f"{name}:pre" if o.get("pre_activation", True) else name])
+        h = pooled(now[f"{name}:pre"])
         yield [row / (row * row).sum().sqrt() for row in h]
 
 
@@ -308,7 +308,7 @@ CASES = {
         [
             {"beta": 2.0},
             {"mining": "hard", "threshold": 0.2, "tau": 0.2},
-            {"levels": "last", "pre_activation": False, "tau": 0.5},
+            {"levels": "last", "tau": 0.5},
         ],
     ),
     "fedscl": (fedscl, [{}, {"mining": "hard"}]),
