@@ -185,12 +185,9 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
     """
     num_clients, entries = config.rounds.num_clients, list(roster.values())
     if num_clients and len(entries) > num_clients:
-        hint = "stop the surplus ones"
-        if any(entry.num_partitions for entry in entries):  # a simulation
-            hint = f"start with --federation-config 'num-supernodes={num_clients}'"
         raise ValueError(
-            f"num-clients = {num_clients}, but {len(entries)} SuperNodes are connected: {hint}, or "
-            f"set num-clients={len(entries)}"
+            f"num-clients = {num_clients}, but {len(entries)} SuperNodes are connected: stop the "
+            f"surplus ones, or set num-clients={len(entries)}"
         )
     [(name, count), *_] = Counter(e.client for e in entries).most_common(1)
     if count > 1:

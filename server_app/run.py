@@ -179,13 +179,12 @@ def evaluate(run: Run, number: int, arrays: Arrays, report: RoundReport, silent:
 
 def save_checkpoint(run: Run, checkpoint: Checkpoint) -> None:
     """Write the checkpoint if one is due, and note the digests of the first rounds."""
-    rounds, number, model = run.config.rounds, checkpoint.round, run.config.model.model
+    rounds, number = run.config.rounds, checkpoint.round
     saved = ""
     if rounds.is_due(number, rounds.checkpoint_every):
-        saved = run.directory.save_checkpoint(checkpoint, model)
+        saved = run.directory.save_checkpoint(checkpoint)
     if number <= NUM_NOTED_ROUNDS:
-        noted = saved or digest(*checkpoint.pieces(model))
-        note_round(run.directory.path, run.config, number, noted)
+        note_round(run.directory.path, run.config, number, saved or digest(*checkpoint.pieces()))
 
 
 @contextmanager

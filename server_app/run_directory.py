@@ -54,11 +54,11 @@ class Checkpoint:
     arrays: Arrays
     state: Arrays
 
-    def pieces(self, model: str) -> Pieces:
-        """The content of its file. model: the network's name."""
+    def pieces(self) -> Pieces:
+        """The content of its file."""
         flat = {f"model/{k}": v for k, v in self.arrays.items()}
         flat |= {f"state/{k}": v for k, v in self.state.items()}
-        return packed_pieces(flat, metadata_entry({"round": self.round, "model": model}))
+        return packed_pieces(flat, metadata_entry({"round": self.round}))
 
 
 class RunDirectory:
@@ -141,7 +141,7 @@ class RunDirectory:
             keep_lines(path, last_round)
         return run.history[:last_round]
 
-    def save_checkpoint(self, checkpoint: Checkpoint, model: str) -> str:
+    def save_checkpoint(self, checkpoint: Checkpoint) -> str:
         """Write this round's checkpoint and delete all others except the one before; its digest.
 
         A checkpoint that a resume skipped because it is damaged, or ahead of the history, is thus
@@ -149,7 +149,7 @@ class RunDirectory:
         """
         directory = self.path / "checkpoints"
         directory.mkdir(exist_ok=True)
-        pieces = checkpoint.pieces(model)
+        pieces = checkpoint.pieces()
         content_digest = digest(*pieces)
         name = f"round-{checkpoint.round:05d}-{content_digest}.safetensors"
         write_atomically(directory / name, *pieces)
@@ -172,7 +172,7 @@ class RunDirectory:
         run = RunReader(self.path)
         return bool(run.checkpoints) or run.last_round > interval
 
-    def newest_checkpoint(self, expected: Arrays, model: str) -> Checkpoint:
+    def newest_checkpoint(self, expected: Arrays) -> Checkpoint:
         """The newest intact checkpoint of a round that is in the history.
 
         ValueError if there is none, or if its arrays are not those of `expected`.
@@ -181,7 +181,7 @@ class RunDirectory:
         paths = versions_in(self.path / "checkpoints", run.last_round)
         for path in reversed(paths):
             if digest(path.read_bytes()) in path.name:
-                return read_checkpoint(path, expected, model)
+                return read_checkpoint(path, expected)
             self.skipped.append(path)
         found_text = f"{len(paths)} damaged" if paths else "there is none"
         raise ValueError(
@@ -241,7 +241,7 @@ def remove_state(directory: Path, last_round: int, keeps_newest: bool) -> None:
             shutil.rmtree(folder)
 
 
-def read_checkpoint(path: Path, expected: Arrays, model: str) -> Checkpoint:
+def read_checkpoint(path: Path, expected: Arrays) -> Checkpoint:
     """The checkpoint at `path`; ValueError if its arrays are not those of `expected`."""
     flat, metadata = read_arrays(path)
     arrays, state = (
@@ -249,10 +249,7 @@ def read_checkpoint(path: Path, expected: Arrays, model: str) -> Checkpoint:
         for p in ("model/", "state/")
     )
     if wrong := mismatch(arrays, expected, with_values=False):
-        raise ValueError(
-            f"{path} is a checkpoint of another model ({metadata.get('model')}, the run's is "
-            f"{model}): {wrong}"
-        )
+        raise ValueError(f"{path} is a checkpoint of another model than the run's: {wrong}")
     return Checkpoint(int(metadata["round"]), arrays, state)
 
 

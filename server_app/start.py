@@ -119,7 +119,7 @@ def resumed_from(experiment: Experiment, directory: RunDirectory, start: Checkpo
     """The newest checkpoint, which the server half gets too; `start` if there is none yet."""
     config = experiment.config
     if directory.has_checkpoint(config.rounds.checkpoint_every):
-        start = directory.newest_checkpoint(start.arrays, config.model.model)
+        start = directory.newest_checkpoint(start.arrays)
         experiment.strategy.load(start.state)
     return start
 

@@ -155,20 +155,27 @@ class NormReference:
 
     def of_round(self, norms: Iterable[float]) -> float | None:
         """This round's reference; None, with a warning once a run, for fewer than three norms."""
-        changes = [length for length in norms if length > 0]
-        if len(changes) < MIN_REPLIES_FOR_MEDIAN:
+        median = median_above_zero(norms)
+        if median is None:
             if not self.has_warned:
                 log.warning(
                     "norm-bound = 'median' is not applied: it needs at least %d replies that "
-                    "change something, this round has %d",
+                    "change something",
                     MIN_REPLIES_FOR_MEDIAN,
-                    len(changes),
                 )
             self.has_warned = True
             return None
-        # the lower middle value: the mean of both would follow the larger one
-        self.value = max(statistics.median_low(changes), self.value / 2)
+        self.value = max(median, self.value / 2)
         return self.value
+
+
+def median_above_zero(norms: Iterable[float]) -> float | None:
+    """The median of the norms above 0; None for fewer than three.
+
+    Of two middle values the lower one: their mean would follow the larger one.
+    """
+    lengths = [length for length in norms if length > 0]
+    return statistics.median_low(lengths) if len(lengths) >= MIN_REPLIES_FOR_MEDIAN else None
 
 
 def norm(update: Arrays) -> float:
@@ -218,10 +225,10 @@ def beyond_median(norms: Mapping[str, float]) -> dict[str, str]:
 
     Empty with fewer than three norms above 0, as for `norm-bound`.
     """
-    lengths = [length for length in norms.values() if length > 0]
-    if len(lengths) < MIN_REPLIES_FOR_MEDIAN:
+    median = median_above_zero(norms.values())
+    if median is None:
         return {}
-    bound = EXTRA_FACTOR * statistics.median_low(lengths)
+    bound = EXTRA_FACTOR * median
     return {
         client: f"the norm of its arrays alongside the model is {length:.4g}, more than "
         f"{bound:.4g} ({EXTRA_FACTOR:g} times the round's median)"

@@ -61,7 +61,7 @@ def done(directory: RunDirectory, *rounds: int) -> None:
     for number in rounds:
         directory.rewind(number - 1) if number == 1 else None
         directory.record({"round": number, **LINE})
-        directory.save_checkpoint(checkpoint(number), "net")
+        directory.save_checkpoint(checkpoint(number))
 
 
 # --- lines -----------------------------------------------------------------------------------
@@ -170,29 +170,29 @@ def test_the_newest_two_checkpoints_stay_and_the_newest_intact_one_is_read(direc
     done(directory, 1, 2, 3)
     assert directory.checkpoint_rounds() == [2, 3]
     expected = checkpoint(3)
-    found = directory.newest_checkpoint(expected.arrays, "net")
+    found = directory.newest_checkpoint(expected.arrays)
     assert (found.round, found.state) == (3, expected.state)
     assert same_bits(found.arrays, expected.arrays)
     newest = RunReader(directory.path).checkpoints[-1]
     newest.write_bytes(newest.read_bytes()[:-1] + b"?")
-    assert directory.newest_checkpoint(expected.arrays, "net").round == 2
+    assert directory.newest_checkpoint(expected.arrays).round == 2
     assert directory.skipped == [newest]
     for path in RunReader(directory.path).checkpoints:
         path.write_bytes(b"damaged")
     with pytest.raises(ValueError, match="checkpoints"):
-        directory.newest_checkpoint(expected.arrays, "net")
+        directory.newest_checkpoint(expected.arrays)
 
 
 def test_a_checkpoint_ahead_of_the_history_is_not_read(directory):
     done(directory, 1, 2)
     directory.rewind(1)
-    assert directory.newest_checkpoint(checkpoint(1).arrays, "net").round == 1
+    assert directory.newest_checkpoint(checkpoint(1).arrays).round == 1
 
 
 def test_a_checkpoint_of_another_model_is_refused(directory):
     done(directory, 1)
     with pytest.raises(ValueError, match="another"):
-        directory.newest_checkpoint({"v": torch.zeros(3)}, "other")
+        directory.newest_checkpoint({"v": torch.zeros(3)})
 
 
 def test_where_the_only_checkpoint_is_lost_a_resume_says_so(run):
