@@ -98,7 +98,7 @@ class WorkerPool:
     ) -> None:
         self.workers, self.config, self.machines = workers, config, machines
         self.roster = SimulatedRoster(config, source, num_clients)
-        check_simulated_roster(self.roster, config.evaluated_clients != "none")
+        check_simulated_roster(self.roster)
 
     def ask(
         self,

@@ -3,7 +3,7 @@
 import json
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,13 +152,29 @@ def check_widths(config: RunConfig, widths: Counter[tuple[str, int]], source: So
         )
 
 
-def class_without_samples(source: Source, label: int) -> ValueError:
-    """The refusal of a run in which no client has samples of the class with this label."""
-    return ValueError(
-        f"no client has samples of the class {source.class_names[label]!r} of the run's source "
-        f"{source.name}, so it cannot be learnt: remove it from the source, or number the labels "
-        "of an npz file from 0 without gaps"
-    )
+def check_sizes(
+    config: RunConfig,
+    source: Source,
+    sizes: np.ndarray,
+    totals: Sequence[int],
+    name: Callable[[int], str],
+    are_partitions: bool,
+) -> None:
+    """ValueError, one line, where a client lacks samples, or a class has none.
+
+    sizes: each client's (training, local test) samples, [N, 2]. totals: training samples of each
+    class; [] where clients withhold them. name: of the client of a row.
+    """
+    if not sizes[:, 0].all():
+        raise ValueError(f"client {name(int(np.argmin(sizes[:, 0])))} has no training samples")
+    if 0 in totals:
+        raise ValueError(
+            f"no client has samples of the class {source.class_names[totals.index(0)]!r} of the "
+            f"run's source {source.name}, so it cannot be learnt: remove it from the source, or "
+            "number the labels of an npz file from 0 without gaps"
+        )
+    if config.evaluated_clients != "none" and not sizes[:, 1].all():
+        raise config.no_test_part(name(int(np.argmin(sizes[:, 1]))), not are_partitions)
 
 
 def check_partitions(entries: Iterable[RosterEntry]) -> None:
@@ -200,8 +216,6 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
     by_name = sorted(entries, key=lambda e: e.client)
     are_withheld = config.privacy.withholds_metrics
     for entry in by_name:
-        if entry.num_examples == 0:
-            raise ValueError(f"client {entry.client} has no training samples")
         num_classes = len(entry.label_counts)
         if are_withheld and not entry.label_counts:
             num_classes = source.num_classes  # as it cannot be compared
@@ -225,17 +239,14 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
         )
     widths = Counter((entry.model, entry.representation_width) for entry in by_name)
     check_widths(config, widths, source)
-    if not are_withheld:
-        totals = [sum(counts) for counts in zip(*(e.label_counts for e in entries), strict=True)]
-        if 0 in totals:
-            raise class_without_samples(source, totals.index(0))
-    if config.evaluated_clients != "none":
-        for entry in entries:
-            if not entry.num_test_examples:
-                raise config.no_test_part(entry.client, not entry.num_partitions)
+    totals = [sum(counts) for counts in zip(*(e.label_counts for e in entries), strict=True)]
+    sizes = np.array([[e.num_examples, e.num_test_examples] for e in by_name])
+    names = [entry.client for entry in by_name]
+    are_partitions = bool(entries[0].num_partitions)
+    check_sizes(config, source, sizes, totals, names.__getitem__, are_partitions)
 
 
-def check_simulated_roster(roster: SimulatedRoster, evaluates_clients: bool) -> None:
+def check_simulated_roster(roster: SimulatedRoster) -> None:
     """ValueError, one line naming the client, as `check_roster` for entries of their own.
 
     Image shapes and classes, which that function compares, are the source's for all clients here.
@@ -246,14 +257,8 @@ def check_simulated_roster(roster: SimulatedRoster, evaluates_clients: bool) -> 
     for i, name in enumerate(networks[: roster.num_clients]):
         widths[name, roster.widths[name]] += len(range(i, roster.num_clients, len(networks)))
     check_widths(config, widths, source)
-    sizes = roster.sizes
-    if not sizes[:, 0].all():
-        client = name_of(int(np.argmin(sizes[:, 0])))
-        raise ValueError(f"client {client} has no training samples")
-    labels = np.asarray(roster.source.train.labels)[roster.parts.indices]
-    totals = np.bincount(labels, minlength=roster.source.num_classes).tolist()
-    if 0 in totals and not config.privacy.withholds_metrics:  # else clients do not say it
-        raise class_without_samples(source, totals.index(0))
-    if evaluates_clients and not sizes[:, 1].all():
-        client = name_of(int(np.argmin(sizes[:, 1])))
-        raise roster.config.no_test_part(client)
+    labels = np.asarray(source.train.labels)[roster.parts.indices]
+    totals = np.bincount(labels, minlength=source.num_classes).tolist()
+    if config.privacy.withholds_metrics:
+        totals = []
+    check_sizes(config, source, roster.sizes, totals, name_of, True)

@@ -68,9 +68,9 @@ class RunDirectory:
     audit log. skipped: damaged checkpoints that `newest_checkpoint` passed over.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.checkpoint_interval = 1  # rounds between checkpoints
+    def __init__(self, path: Path, checkpoint_interval: int = 1) -> None:
+        """checkpoint_interval: rounds between checkpoints."""
+        self.path, self.checkpoint_interval = path, checkpoint_interval
         self.skipped: list[Path] = []
         self._lock: TextIO = (path / LOCK_FILE).open("w")
         self._log: logging.Handler | None = None
@@ -163,14 +163,14 @@ class RunDirectory:
         """The rounds that a resume may begin after; [0] if there is no checkpoint."""
         return list(map(round_of, versions_in(self.path / "checkpoints"))) or [0]
 
-    def has_checkpoint(self, interval: int) -> bool:
+    def has_checkpoint(self) -> bool:
         """Whether there is, or should be, a checkpoint to resume from; if not, a run starts again.
 
-        interval: rounds from one checkpoint to the next. A round's line is written before its
-        checkpoint, so only a line after the first interval proves that there was a checkpoint.
+        A round's line is written before its checkpoint, so only a line after the first interval
+        proves that there was a checkpoint.
         """
         run = RunReader(self.path)
-        return bool(run.checkpoints) or run.last_round > interval
+        return bool(run.checkpoints) or run.last_round > self.checkpoint_interval
 
     def newest_checkpoint(self, expected: Arrays) -> Checkpoint:
         """The newest intact checkpoint of a round that is in the history.
@@ -263,7 +263,7 @@ def new_run_directory(config: RunConfig) -> RunDirectory:
             if path.is_dir():  # another run was faster
                 continue
             raise ValueError(f"output-dir: {path} cannot be made: {error.strerror}") from error
-        return RunDirectory(path)
+        return RunDirectory(path, config.rounds.checkpoint_every)
 
 
 def open_run_directory(
@@ -302,7 +302,7 @@ def open_run_directory(
                 f"resume = {path!r}: the defaults changed since: {key} was {expected[key]!r}, "
                 f"is {value!r}; set {key} explicitly in a new run"
             )
-    opened = RunDirectory(directory)
+    opened = RunDirectory(directory, config.rounds.checkpoint_every)
     try:
         if run.manifest:
             check_audit(run, is_resumed=True)

@@ -99,11 +99,12 @@ def start_run(
     if resumed:
         if data:
             check_same_data(resumed.path, config, data, clients.split)
-        start = resumed_from(experiment, resumed, start)
+        if resumed.has_checkpoint():
+            start = resumed.newest_checkpoint(start.arrays)
+            experiment.strategy.load(start.state)
     directory = resumed or new_run_directory(config)
     if not resumed:
         held.callback(directory.close)
-    directory.checkpoint_interval = config.rounds.checkpoint_every
     backoff = Backoff(config.rounds.backoff_after)
     run = Run(experiment, pool, clients, directory, start, monitor, backoff)
     begin_log(run, warnings + config_warnings(config, overrides), early)
@@ -113,15 +114,6 @@ def start_run(
     directory.save_config(resolve_config(overrides), overrides)
     note_manifest(run, data)
     return run
-
-
-def resumed_from(experiment: Experiment, directory: RunDirectory, start: Checkpoint) -> Checkpoint:
-    """The newest checkpoint, which the server half gets too; `start` if there is none yet."""
-    config = experiment.config
-    if directory.has_checkpoint(config.rounds.checkpoint_every):
-        start = directory.newest_checkpoint(start.arrays)
-        experiment.strategy.load(start.state)
-    return start
 
 
 def begin_log(run: Run, warnings: list[str], early: MemoryHandler | None) -> None:

@@ -95,7 +95,7 @@ def check_model(config: RunConfig, num_clients: int, model: StagedModel) -> None
     method.check_model(model)
     strategy = strategy_for(config, model)
     strategy.roster = roster = SimulatedRoster(config, open_source(config), num_clients)
-    check_simulated_roster(roster, config.evaluated_clients != "none")
+    check_simulated_roster(roster)
     config.rounds.check_cohort(len(strategy.cohort.sample(1)))
 
 
