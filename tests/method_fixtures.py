@@ -2,11 +2,10 @@
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 import torch.nn.functional as F
-from client_fixtures import NUM_CLASSES, SHAPE, differ, initial, make_config, make_round, train
+from client_fixtures import NUM_CLASSES, SHAPE, make_round
 
 from client_app.methods import method_class, method_of
 from client_app.methods.fedavg import FedAvg
@@ -108,9 +107,6 @@ def batches_of(config, stream, epochs, **about):
     return list(now.steps(stream, epochs))
 
 
-DECAYS = {"lr_decay": 0.5, "lr_decay_epoch": 0.7}
-
-
 def extra_for(server, client):
     """All that this client is sent alongside the model."""
     return server.extra() | server.own_extra.get(client, {})
@@ -121,10 +117,6 @@ def random(*shape, seed, scale=1.0):
     return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def labels(size, classes, seed=9):
-    return torch.randint(classes, (size,), generator=torch.Generator().manual_seed(seed))
-
-
 def softmax(row):
     return [math.exp(v) / sum(math.exp(u) for u in row) for v in row]
 
@@ -133,27 +125,3 @@ def cross_entropy(logits, y):
     """Mean over the batch of -log softmax(row)[label]."""
     pairs = zip(logits.tolist(), y.tolist(), strict=True)
     return sum(-math.log(softmax(row)[label]) for row, label in pairs) / len(y)
-
-
-def kl(p, q):
-    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a)
-
-
-def unit(rows):
-    return rows / rows.norm(dim=1, keepdim=True)
-
-
-LONG = {"local_epochs": 2, "momentum": 0.5}  # eight steps: most are away from the global weights
-
-
-@cache
-def of_fedavg():
-    return train(make_config(**LONG), received=initial(make_config(), seed=5)).arrays
-
-
-def trains_as_fedavg(method, **keys):
-    """Whether two local epochs of the method end at FedAvg's weights, to the bit."""
-    received = initial(make_config(), seed=5)
-    found = train(make_config(method=method, **LONG, **keys), received=received)
-    assert found.arrays.keys() == of_fedavg().keys()
-    return not differ(found.arrays, of_fedavg())

@@ -1,12 +1,9 @@
 """The ClientApp through Flower's messages: what it answers, what it keeps, how it says no."""
 
-import json
 import math
 import os
 import shutil
-import unicodedata
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +15,6 @@ from client_fixtures import (
     Client,
     add_small_cnn,
     assert_same_bits,
-    differ,
     facts,
     initial,
     make_config,
@@ -27,25 +23,20 @@ from client_fixtures import (
     small_source,
 )
 from flwr.app import ConfigRecord, RecordDict
-from method_fixtures import METHODS, with_method
+from method_fixtures import METHODS
 from PIL import Image
 
-from client_app.machine import machine
 from client_app.methods import method_of
-from client_app.methods.fedprox import FedProx
 from client_app.node_config import own_architecture
 from client_app.process_cache import ProcessCache
 from client_app.setup import build_network, client_indices, open_source, pixels_of
 from client_app.state import StateFolder
 from flower_adapter import GPU_LOST
-from protocol.array_records import array_record
 from protocol.messages import (
     RESET_NEEDED,
     TrainRequest,
-    message_content,
     read_reply,
     read_roster,
-    request_record,
 )
 from strategies import strategy_for
 
@@ -116,18 +107,6 @@ def test_a_simulated_client_says_what_it_holds(tmp_path):
     assert entry.representation_width == 84
     assert entry.num_partitions == 4
     assert torch.__version__ in entry.versions
-
-
-def test_a_real_site_says_what_its_own_data_is(tmp_path):
-    config = make_config()
-    node = {"name": "site-a", "source": npz_site(tmp_path / "a.npz", num=10, size=40)}
-    entry = read_roster(Client(config, tmp_path, node).ask("query"))
-    assert entry.client == "site-a"
-    assert entry.label_counts == [4, 3, 3]
-    assert entry.test_label_counts == [2, 2, 1]
-    assert entry.image_shape == [1, 40, 40]  # its own: the server refuses what does not fit
-    assert entry.num_partitions == 0
-    assert entry.device == machine(torch.device("cpu"))
 
 
 def test_a_query_reads_the_sites_data_anew(tmp_path):
@@ -287,28 +266,6 @@ def test_a_site_with_a_class_that_the_run_lacks_is_refused(tmp_path):
     assert "'3'" in error_of(Client(make_config(), tmp_path, numbered).ask("query"))
 
 
-def test_the_two_ways_to_write_an_accented_letter_are_one_name(tmp_path):
-    """A site's images that were packed on macOS: there a file name has the accent by itself."""
-    names = ["anna", "jos\u00e9", "zo\u00eb"]
-    shared = write_folder(tmp_path / "shared", {0, 1, 2}, names, seed=3)
-    apart = [unicodedata.normalize("NFD", name) for name in names]
-    own = write_folder(tmp_path / "own", {1, 2}, apart, seed=4)
-    node = {"name": "site-a", "source": f"folder:{own}"}
-    client = Client(make_config(source=f"folder:{shared}"), tmp_path, node)
-    assert read_roster(client.ask("query")).label_counts == [0, 12, 12]
-
-
-def test_only_the_labels_of_an_npz_file_stand_for_classes_of_other_names(tmp_path):
-    names = ["anna", "bert", "carl"]
-    shared = write_folder(tmp_path / "shared", {0, 1, 2}, names, seed=3)
-    config = make_config(source=f"folder:{shared}")
-    own = write_folder(tmp_path / "own", {0, 1}, ["0", "1"], seed=4)
-    node = {"name": "site-a", "source": f"folder:{own}"}
-    assert "'0'" in error_of(Client(config, tmp_path, node).ask("query"))
-    node = {"name": "site-b", "source": npz_site(tmp_path / "own.npz", num=12)}
-    assert read_roster(Client(config, tmp_path, node).ask("query")).label_counts == [4, 4, 4]
-
-
 def test_a_state_dir_of_its_own_outlives_flowers_run(tmp_path):
     """A resumed run has another Flower run id, but the same run directory."""
     config = make_config(method="moon")
@@ -354,20 +311,6 @@ def test_a_nodes_device_comes_before_the_runs(tmp_path):
     assert reply.metrics["num-steps"] == 4
 
 
-def test_a_real_sites_noise_is_its_own_and_a_partitions_the_runs(tmp_path):
-    config = make_config(method="fedreco", privacy__epsilon=0.5)
-    nodes = [{"name": "a", "source": small_source()}, {"partition-id": 0, "num-partitions": 2}]
-    u_0 = {n: w for n, w in initial(config).items() if not n.startswith("classifier")}
-    repeats = []
-    for node in nodes:
-        one, two = (
-            read_reply(Client(config, tmp_path / str(n), node).ask("train", 1, u_0)).arrays
-            for n in (1, 2)
-        )
-        repeats.append(not differ(one, two))
-    assert repeats == [False, True]
-
-
 # --- errors ---------------------------------------------------------------------------------------
 
 
@@ -376,47 +319,6 @@ def test_a_message_that_is_not_keels_is_answered_with_an_error(kind, tmp_path):
     client = Client(make_config(), tmp_path)
     reason = error_of(client.send(RecordDict({"config": ConfigRecord({"lr": 0.1})}), kind))
     assert "'round'" in reason
-
-
-@pytest.mark.parametrize(
-    ("record", "key", "value"),
-    [
-        ("client", None, None),
-        ("arrays", None, None),
-        ("config", "method", "fedintr2"),
-    ],
-)
-@pytest.mark.parametrize("kind", ["train", "evaluate"])
-def test_odd_values_of_a_server_are_an_error_of_one_line_without_a_traceback(
-    kind, record, key, value, tmp_path, caplog
-):
-    config = make_config()
-    client = Client(config, tmp_path)
-    request = dict(request_record(TrainRequest(config, client.facts, 1, [0], False, str(tmp_path))))
-    content = message_content(
-        ConfigRecord(request), array_record(initial(config)), array_record({}), 0
-    )
-    if record in ("data", "config"):
-        sent = json.loads(request[record]) | {key: value}
-        content["round"][record] = json.dumps(sent)
-    elif key is None:
-        del content[record]
-    else:
-        content[record][key] = value
-    error_of(client.send(content, kind))
-    assert all(logged.exc_info is None for logged in caplog.records)
-
-
-def test_a_client_without_a_name_says_how_to_give_it_one(tmp_path):
-    reason = error_of(Client(make_config(), tmp_path, {}).ask("query"))
-    assert "neither 'name' nor 'partition-id'" in reason
-    assert "source=" in reason
-
-
-@pytest.mark.parametrize("node", [{}, {"source": ""}])  # "": from an unset variable, maybe
-def test_a_client_without_data_says_how_to_give_it_some(node, tmp_path):
-    reason = error_of(Client(make_config(), tmp_path, {"name": "site-a"} | node).ask("query"))
-    assert "source=" in reason
 
 
 @pytest.mark.parametrize(
@@ -429,6 +331,8 @@ def test_a_client_without_data_says_how_to_give_it_some(node, tmp_path):
         ({"name": "a", "partition-id": 2, "num-partitions": 2}, ["partition-id = 2", "below"]),
         ({"partition-id": math.inf, "num-partitions": 2}, ["partition-id = inf"]),
         ({"name": "a", "source": small_source(), "model": ""}, ["model = ''"]),
+        ({}, ["'name'", "'partition-id'"]),
+        ({"name": "a"}, ["source="]),
         ({"name": "a", "source": "npz:/nowhere/at-all.npz"}, ["npz:…"]),
     ],
 )
@@ -463,41 +367,6 @@ def test_a_server_s_model_that_does_not_fit_is_an_error_of_one_line_in_the_log_t
     assert all(record.exc_info is None for record in caplog.records)
 
 
-@dataclass(frozen=True)
-class Uncopied(FedProx):
-    """Returns the memory of the network itself, which the next client trains."""
-
-    is_stateful: ClassVar[bool] = True
-
-    def train(self, ctx):
-        update = super().train(ctx)
-        arrays = ctx.model.state_dict()
-        extra = {"head": arrays["classifier.weight"].T, "sent": ctx.received["classifier.bias"]}
-        return replace(update, arrays=arrays, extra=extra, state={"model": arrays})
-
-
-def test_an_update_in_the_memory_of_the_network_is_not_the_next_clients(tmp_path, monkeypatch):
-    """Else all clients of a process would send what the last one trained."""
-    with_method(monkeypatch, "fedprox", Uncopied)
-    config = make_config(method="fedprox")
-    replies = []
-    for number in range(2):
-        client = Client(config, tmp_path, {"partition-id": number, "num-partitions": 2})
-        replies.append(read_reply(client.ask("train", 1, initial(config))))
-    first, second = (reply.arrays["classifier.weight"] for reply in replies)
-    assert not torch.equal(first, second)
-    for reply in replies:
-        assert torch.equal(reply.extra["head"], reply.arrays["classifier.weight"].T)
-
-
-def test_too_long_a_step_of_fedreco_names_its_own_learning_rates(tmp_path):
-    config = make_config(method="fedreco", fedreco__eta_u=1e30, fedreco__k_u="3 epochs")
-    u_0 = {n: w for n, w in initial(config).items() if not n.startswith("classifier")}
-    reason = error_of(Client(config, tmp_path).ask("train", 1, u_0))
-    assert "fedreco.eta-u" in reason
-    assert not [*tmp_path.rglob("*.safetensors")]  # client state
-
-
 @pytest.mark.parametrize("kind", ["damaged", "lost"])
 def test_the_path_of_lost_state_is_named_in_the_clients_log_alone(kind, tmp_path, caplog):
     volume = tmp_path / "volume"
@@ -512,21 +381,6 @@ def test_the_path_of_lost_state_is_named_in_the_clients_log_alone(kind, tmp_path
     assert str(tmp_path) not in reason
     assert "reset-state" in reason
     assert str(path.parent / "reset-state") in caplog.text
-
-
-def test_lost_client_state_is_refused_until_it_is_reset(tmp_path):
-    config = make_config(method="moon")
-    client, weights = Client(config, tmp_path), initial(config)
-    client.ask("train", 1, weights)
-    kept = tmp_path / "clients" / "client-0000"
-    shutil.rmtree(kept)
-    for kind in ("train", "evaluate"):
-        reason = error_of(client.ask(kind, 2, weights, counted=1), RESET_NEEDED)
-        assert str(kept / "reset-state") in reason
-    (kept / "reset-state").touch()
-    assert not client.ask("train", 2, weights, counted=1).has_error()
-    assert not (kept / "reset-state").exists()  # it is for once
-    assert not client.ask("train", 3, weights, counted=2).has_error()
 
 
 ALLOC_FAILED = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"

@@ -3,11 +3,9 @@
 Kernels themselves are recorded in tests/test_gpu.py.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
-from client_fixtures import assert_same_bits, make_config, make_round, subject_of, train
+from client_fixtures import assert_same_bits, make_config, make_round, subject_of
 from method_fixtures import METHODS
 from test_client_waits import train_two_rounds
 from torch.utils import _pytree as pytree
@@ -16,7 +14,6 @@ import client_app.graphs
 import client_app.trainer
 from client_app.graphs import Recording, Replayed
 from client_app.process_cache import ProcessCache
-from client_app.trainer import recorded_sizes
 
 LONG = {  # phases whose length `local-epochs` does not say
     "fedpac": {"fedpac.extractor-epochs": 6},
@@ -111,24 +108,6 @@ def test_what_was_found_of_steps_is_forgotten_with_their_run(recorded):
     assert not Replayed.obstacles
 
 
-def test_a_size_of_which_a_phase_has_few_batches_is_not_recorded():
-    """Each epoch has three batches of 8 samples and one of 6, which was recorded as well."""
-    ctx = make_round(make_config(cuda_graphs=True, batch_size=8))
-    plans = {num: ctx.plan("batches", num, "epochs") for num in (1, 3, 8)}
-    on_gpu = replace(ctx, device=torch.device("cuda"))
-    sizes = {num: recorded_sizes(on_gpu, plan) for num, plan in plans.items()}
-    assert sizes == {1: set(), 3: {8}, 8: {8, 6}}
-
-
-def test_each_form_is_recorded_at_its_third_call_and_at_its_second_from_then_on(recorded):
-    for forms, num_recordings in (([2, 3, 2, 3, 2, 2], 1), ([2, 2, 3, 3], 3)):
-        double = Replayed(lambda inputs: [inputs["x"] * 2], "a test")
-        for value, size in enumerate(forms):
-            (made,) = double({"x": torch.full((size,), float(value))})
-            assert made.tolist() == [2 * value] * size
-        assert recorded.made == num_recordings
-
-
 def fails(self, call):
     raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -144,8 +123,3 @@ def test_what_cannot_be_recorded_is_called_as_it_is_and_logged_once(
         made = [float(replayed((torch.tensor(float(n)), second))) for n in range(5)]
         assert made == [1, 2, 3, 4, 5]
     assert len(caplog.records) == 1
-
-
-def test_nothing_is_recorded_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(Recording, "record", lambda *_: pytest.fail("recorded"))
-    train(make_config(cuda_graphs=True, local_epochs=6))

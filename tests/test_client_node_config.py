@@ -51,27 +51,6 @@ def test_a_deployed_client_takes_no_path_at_all(home, tmp_path, monkeypatch, wor
         folder_of(tmp_path, **own)
 
 
-def test_the_state_of_a_simulation_is_in_a_run_directory(home, tmp_path):
-    run = tmp_path / "runs" / "20260101-moon"
-    assert folder_of(run) == home / "clients/20260101-moon/site-a"  # a cluster's other machine
-    run.mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"config\.json"):
-        folder_of(run)
-    (run / "config.json").touch()
-    assert folder_of(run) == run / "clients/site-a"
-    assert folder_of(run, **{"state-dir": "/volume"}).as_posix() == "/volume/20260101-moon/site-a"
-
-
-def test_a_state_dir_may_begin_with_the_user_s_folder(home, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert folder_of("a", **{"state-dir": "~/disk"}) == tmp_path / "disk" / "a" / "site-a"
-
-
-def test_a_deployed_clients_state_is_that_of_the_runs_id(home, tmp_path):
-    for own in ({}, {"state-dir": str(tmp_path / "own")}):
-        assert state_of("20260101-moon", **own).run_id == "0a1b"
-
-
 def test_a_worker_takes_a_state_dir_below_its_clients_folder_only(home, monkeypatch):
     """The node config passes through a run's code, which must not write beside the ledger."""
     monkeypatch.setenv("KEEL_WORKER", "/run/keel/worker.sock")

@@ -1,7 +1,5 @@
 """What a process reuses: samples within a limit, of this run alone, and never other values."""
 
-from dataclasses import replace
-
 import torch
 from client_fixtures import assert_same_bits, facts, initial, make_config, make_round, train
 
@@ -27,18 +25,6 @@ def test_another_run_has_other_samples_and_networks():
     assert networks.network("cnn-fedreco", "local") is model
     assert networks.network("cnn-fedreco", "global") is not model
     assert_same_bits(model.state_dict(), initial(two))
-
-
-def test_other_statistics_or_another_device_have_other_samples_and_networks():
-    """Of servers with one config, and of clients that share a worker."""
-    config, cache, node = make_config(), ProcessCache(), {"partition-id": 0, "num-partitions": 2}
-    data, cpu, meta = facts(config), torch.device("cpu"), torch.device("meta")
-    first, _ = cache.samples(config, data, node, cpu)
-    other, _ = cache.samples(config, replace(data, mean=(0.25,)), node, cpu)
-    assert (*first.pixels.mean, *other.pixels.mean) == (*data.mean, 0.25)
-    for device in (cpu, meta, cpu):
-        model = cache.networks(config, data, device).network(config.model.model, "local")
-        assert {weight.device for weight in model.parameters()} == {device}
 
 
 def test_the_clients_used_last_are_cached_within_the_limit(monkeypatch):

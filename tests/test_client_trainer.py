@@ -87,14 +87,6 @@ def test_fedavg_is_sgd_written_out(keys, in_float64):
     assert [len(index) for index in seen_batches(now)[0]] == [8, 8, 8, 6]
 
 
-def test_no_local_epochs_send_back_what_was_received():
-    config = make_config(local_epochs=0)
-    update = train(config)
-    assert_same_bits(update.arrays, initial(config))
-    assert update.num_steps == 0
-    assert update.terms == {}
-
-
 def test_kept_arrays_are_not_the_networks_own_memory():
     config, cache = make_config(method="moon"), ProcessCache()
     update = train(config, cache=cache)
@@ -103,15 +95,12 @@ def test_kept_arrays_are_not_the_networks_own_memory():
     assert_same_bits(update.state["previous"], before)
 
 
-def count_frozen_rows(monkeypatch, of_body=False):
-    """A list that gets the batch size of every run of a frozen model.
-
-    of_body: of every run of a network up to its features.
-    """
+def count_frozen_rows(monkeypatch):
+    """A list that gets the batch size of every run of a frozen model."""
     rows, run = [], StagedModel.run
 
     def counted(self, x, layers=(), *, to_logits=True):
-        if not (to_logits if of_body else self.classifier.weight.requires_grad):
+        if not self.classifier.weight.requires_grad:
             rows.append(len(x))
         return run(self, x, layers, to_logits=to_logits)
 
@@ -148,14 +137,6 @@ def test_a_cached_frozen_model_says_what_a_fresh_one_does(method, flip, monkeypa
     assert update.terms == {k: pytest.approx(v, rel=1e-5, abs=1e-7) for k, v in other.terms.items()}
 
 
-@pytest.mark.parametrize("keys", [{"crop_padding": 2}, {"rotation": 10.0}])
-def test_augmentation_with_too_many_forms_is_not_cached(keys, monkeypatch):
-    rows = count_frozen_rows(monkeypatch)
-    config = make_config(method="moon", local_epochs=2, **keys)
-    train(config, state={"previous": initial(config, seed=5)})
-    assert sum(rows) == 2 * 2 * 30
-
-
 @pytest.mark.parametrize(("cache_mb", "cached"), [(0, 0), (1, 1), (2, 2)])
 def test_representations_beyond_cache_mb_are_computed_again_and_logged_once(
     cache_mb, cached, monkeypatch, caplog
@@ -167,14 +148,7 @@ def test_representations_beyond_cache_mb_are_computed_again_and_logged_once(
     with caplog.at_level(logging.INFO, logger="keel.client"):
         update = train(config, state=state, of=1)
     assert sum(rows) == cached * 60 + (2 - cached) * 2 * 60
-    said = [record.getMessage() for record in caplog.records]
-    if cached == 1:
-        (line,) = said
-        assert "client-0000: " in line
-        assert "take 0.6 MB" in line
-        assert "0.4 of cache-mb are left" in line
-    else:
-        assert not said
+    assert ["cache-mb" in message for message in caplog.messages] == [True] * (cached == 1)
     assert_close(update.arrays, without_cache().arrays, rtol=0, atol=1e-6)
 
 
@@ -183,32 +157,6 @@ def without_cache():
     """The update of the test above with nothing cached."""
     config = make_config(method="fedcka", model="cnn-fedcka", local_epochs=2, cache_mb=0)
     return train(config, state={"previous": initial(config, seed=5)}, of=1)
-
-
-def test_a_head_trained_alone_reads_each_sample_of_the_body_once(monkeypatch):
-    """FedRep's head, 3 epochs: the same weights as without a cache; 30 rows through the body."""
-    keys = {"method": "fedrep", "fedrep__head_epochs": 3, "fedrep__extractor_epochs": 1}
-    rows = count_frozen_rows(monkeypatch, of_body=True)
-    update = train(make_config(**keys))
-    assert sum(rows) == 30
-    rows.clear()
-    other = train(make_config(**keys, cache_mb=0))
-    assert sum(rows) == 3 * 30
-    assert_close(update.arrays, other.arrays, rtol=0, atol=1e-6)
-    assert_close(update.state["head"], other.state["head"], rtol=0, atol=1e-6)
-
-
-def test_frozen_models_run_no_further_than_the_last_layer():
-    config = make_config(method="fedcka", model="cnn-fedcka", fedcka__num_layers=2)
-    cache = ProcessCache()
-    now = make_round(config, state={"previous": initial(config, seed=5)}, cache=cache)
-    ran = []
-    for slot in ("global", "previous"):
-        network = now.network(slot)
-        for name, stage in network.stages.items():
-            stage.body.register_forward_hook(lambda *_, name=name: ran.append(name))
-    method_of(config).train(now)
-    assert set(ran) == {"conv1", "conv2"}
 
 
 def test_the_same_seed_round_and_client_give_the_same_bits_whoever_came_before():
@@ -249,11 +197,3 @@ def test_dropout_comes_from_the_clients_seed_and_leaves_the_global_generator_alo
         assert torch.equal(torch.get_rng_state(), before)
     assert_same_bits(*updates)
     assert differ(updates[0], train(config).arrays)  # dropout was on
-    # One batch of everybody's samples: another round differs by its dropout (and its summation
-    # order, which is far smaller).
-    whole = make_config(batch_size=100)
-    first, second = (
-        method_of(whole).train(with_dropout(make_round(whole, number=n))).arrays for n in (1, 2)
-    )
-    weight = "stages.fc1.body.1.weight"
-    assert (first[weight] - second[weight]).abs().max() > 1e-4

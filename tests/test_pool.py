@@ -122,14 +122,6 @@ def simulation(monkeypatch):
     return Simulation(2)
 
 
-def test_messages_go_to_the_nodes_in_turn(simulation):
-    workers = FlowerWorkers(simulation)
-    contents = [RecordDict() for _ in range(5)]
-    found = dict(workers.answers(contents, "query", 60.0))
-    assert found.keys() == set(range(5))
-    assert [message.metadata.dst_node_id for message in simulation.sent] == [2, 3, 2, 3, 2]
-
-
 def test_a_simulation_that_has_ended_ends_the_run(simulation):
     def ended():
         raise RuntimeError("Ray has ended")
@@ -145,14 +137,6 @@ def test_a_simulation_that_has_ended_ends_the_run(simulation):
 @pytest.fixture
 def experiment():
     return build_experiment(resolve_config(KEYS | {"num-clients": NUM_CLIENTS}))
-
-
-def test_workers_describe_their_machines(simulation, experiment, tmp_path):
-    """Both nodes are this process."""
-    [machine] = checked_machines(FlowerWorkers(simulation), experiment, NUM_CLIENTS, tmp_path)
-    assert machine.has_directory
-    assert machine.device == "cpu"
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -243,17 +243,6 @@ def test_the_attack_succeeds_with_a_tenth_of_the_noise_and_without_any(share, mo
     assert found > 2
 
 
-def test_the_attack_on_what_training_really_releases(sites, tmp_path):
-    """The update of two neighbouring sites, with as much noise as epsilon 0.9 asks for."""
-    clipped = []
-    for number, source in enumerate(sites):
-        (_, train, *_) = sent_by(source, tmp_path / str(number), privacy__epsilon=0.0)
-        start = initial(make_config(), seed=5)
-        clipped.append({n: a - start[n] for n, a in tensors(train["arrays"]).items()})
-    assert any(not torch.equal(clipped[0][name], clipped[1][name]) for name in clipped[0])
-    assert attack(*clipped, make_config(privacy__epsilon=0.9), num=60) <= 0.9
-
-
 # --- a whole run ----------------------------------------------------------------------------------
 
 

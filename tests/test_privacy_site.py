@@ -94,37 +94,12 @@ def test_a_request_beyond_a_limit_is_refused_in_one_line(name, value, keys, refu
     assert ledger() == []  # nothing was released
 
 
-def test_a_request_at_every_limit_is_allowed(source, monkeypatch):
-    multiplier = noise_multiplier(0.5, 1e-5)
-    limits = {
-        MIN_NOISE: multiplier,
-        MAX_CLIP: 1.0,
-        BUDGET: composed_epsilon((multiplier**-2) ** -0.5, 1e-5),
-    }
-    for name, value in limits.items():
-        monkeypatch.setenv(name, str(value))
-    check_limits(private(clip_norm=1.0), {"source": source})
-    for name, value in limits.items():
-        with monkeypatch.context() as patch:
-            patch.setenv(name, str(value * (1.001 if name == MIN_NOISE else 0.999)))
-            with pytest.raises(PrivacyRefused, match=name):
-                check_limits(private(clip_norm=1.0), {"source": source})
-    monkeypatch.setenv(METRICS, "exact")
-    check_limits(private(clip_norm=1.0, metrics="exact"), {"source": source})
-
-
 def test_an_empty_variable_counts_as_unset(limit):
     """The compose file passes every variable, empty where the site sets none."""
     for name in VARIABLES:
         limit(name, "")
     check_limits(private(epsilon=0.0), {"source": "folder:/data"})
     assert not site_limits().is_set
-
-
-def test_to_allow_exact_metrics_is_no_limit(limit):
-    limit(METRICS, "exact")
-    check_limits(private(epsilon=0.0), {"source": "digits"})
-    check_limits(private(metrics="exact"), {"source": "digits"})
 
 
 @pytest.mark.parametrize(

@@ -15,39 +15,10 @@ from protocol.config import config_from_json, default_config, presets, resolve_c
 from protocol.config_keys import DataConfig, ModelConfig, PrivacyConfig, RoundsConfig, TrainConfig
 from protocol.options import (
     ConfigError,
-    at_least,
-    between,
     key_of,
     keys_of,
-    more_than,
-    one_of,
-    option,
-    parse_options,
-    true_or_false,
 )
 from protocol.server_optimizers import SERVER_OPTIMIZERS
-
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """One option of every kind."""
-
-    learning_rate: float = option(more_than(0))
-    local_steps: int = option(at_least(1))
-    share: float = option(between(0, 1, open_low=True))
-    kind: str = option(one_of("red", "green"))
-    is_on: bool = option(true_or_false())
-    lambda_: float = option(at_least(0), key="lambda")
-
-
-GOOD = {
-    "my.learning-rate": 0.1,
-    "my.local-steps": 3,
-    "my.share": 1,
-    "my.kind": "red",
-    "my.is-on": False,
-    "my.lambda": 0.0,
-}
 
 
 def refused(keys: dict[str, object]) -> ConfigError:
@@ -56,54 +27,6 @@ def refused(keys: dict[str, object]) -> ConfigError:
         method_of(resolve_config(keys))
     assert "\n" not in str(error.value)
     return error.value
-
-
-def test_options_are_read_by_name():
-    sample = parse_options(Sample, GOOD | {"my.other": 1, "kind": "blue"}, prefix="my.")
-    assert sample == Sample(0.1, 3, 1.0, "red", False, 0.0)
-    assert type(sample.share) is float  # a whole number will do for a number
-
-
-@pytest.mark.parametrize("key", GOOD)
-def test_a_missing_key_is_named(key):
-    with pytest.raises(ConfigError) as error:
-        parse_options(Sample, {k: v for k, v in GOOD.items() if k != key}, prefix="my.")
-    assert error.value.key == key
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        # of another type; a bool is no number though Python says so, nor is a whole float an int
-        *(("my.local-steps", value) for value in (True, 3.0, "3", 0, 10**400)),
-        *(("my.learning-rate", value) for value in (True, "0.1", 0.0, float("inf"), float("nan"))),
-        *(("my.share", value) for value in (0.0, 1.0001, float("nan"))),
-        *(("my.is-on", value) for value in (1, "true")),
-        *(("my.kind", value) for value in (1, "Red")),
-        ("my.lambda", -1e-9),
-    ],
-)
-def test_a_value_that_is_not_allowed_is_named(key, value):
-    with pytest.raises(ConfigError) as error:
-        parse_options(Sample, GOOD | {key: value}, prefix="my.")
-    assert error.value.key == key
-    assert str(error.value).startswith(f"{key} = {repr(value)[:40]}")
-
-
-@pytest.mark.parametrize(
-    ("allowed", "inside", "outside"),
-    [
-        (between(0, 1), [0, 0.5, 1], [-0.1, 1.1]),
-        (between(0, 1, open_low=True), [0.1, 1], [0]),
-        (between(0, 1, open_high=True), [0, 0.9], [1]),
-        (between(0, 1, open_low=True, open_high=True), [0.5], [0, 1]),
-        (at_least(2), [2, 3], [1.9, float("inf")]),
-        (more_than(2), [2.1], [2]),
-    ],
-)
-def test_intervals_have_the_ends_that_they_say(allowed, inside, outside):
-    assert all(allowed.holds(v) for v in inside)
-    assert not any(allowed.holds(v) for v in [*outside, float("nan")])
 
 
 # --- keys -----------------------------------------------------------------------------------------
@@ -142,9 +65,11 @@ def test_what_is_unknown_is_refused_with_its_neighbour(keys, key, neighbour):
         ("device", "cuda:x"), ("local-test-fraction", 1.0), ("round-timeout", 0.0),
         ("alpha", 0.0), ("threads", -1), ("threads", 100_000), ("flip", 1), ("seed", -1),
         ("cache-mb", True), ("evaluate-clients", "some"), ("source", "folder:data"),
-        ("resume", "runs/here"), ("output-dir", "runs/here"), ("data-dir", "runs/here"),
+        ("resume", "runs/here"), ("tracker", "aim"), ("diagnostics-every", 0),
+        ("output-dir", "runs/here"), ("data-dir", "runs/here"),
         ("data-dir", "~no-such-user/x"), ("source", "folder:~no-such-user/x"),
-        ("run-name", "-a"), ("run-name", "reset-state"), ("privacy.epsilon", 1e-300),
+        ("run-name", "-a"), ("run-name", ".."), ("run-name", "reset-state"),
+        ("privacy.epsilon", 1e-300),
         ("privacy.epsilon", 1.0),
         # options of methods and server optimizers, also of those that the run does not use
         ("fedprox.mu", -1.0), ("fedavgm.beta", 1.0), ("fedavgm.lr", 0.0), ("fedadam.tau", 0.0),
@@ -277,12 +202,6 @@ def test_every_default_belongs_to_one_option_and_every_option_has_one():
     tables = {**METHODS, **SERVER_OPTIMIZERS, "privacy": PrivacyConfig}
     declared += [f"{name}.{key}" for name, cls in tables.items() for key in keys_of(cls)]
     assert sorted(declared) == sorted(default_config())
-
-
-def test_an_option_that_only_pyproject_has_is_refused(monkeypatch):
-    defaults = default_config() | {"fedprox.nu": 1.0}
-    monkeypatch.setattr("protocol.config._defaults", lambda: defaults)
-    assert refused({"method": "fedprox"}).key == "fedprox.nu"
 
 
 @pytest.mark.parametrize("name", METHODS)

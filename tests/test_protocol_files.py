@@ -89,10 +89,3 @@ def test_files_are_private_until_the_last_thread_that_asked_for_it_is_done(tmp_p
         os.umask(before)
     modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("private", "public")]
     assert modes == [0o600, 0o644]
-
-
-def test_a_line_ends_the_incomplete_one_before_it(tmp_path):
-    path = tmp_path / "history.jsonl"
-    path.write_text("1\n2 without its e")
-    append_line(path, "3")
-    assert path.read_text() == "1\n2 without its e\n3\n"

@@ -22,9 +22,8 @@ from protocol.messages import (
     read_reply,
     read_roster,
     reply_content,
-    roster_content,
 )
-from protocol.text import check_client_name, in_one_line, is_client_name, num_of
+from protocol.text import check_client_name, in_one_line, is_client_name
 
 pytestmark = pytest.mark.usefixtures("task_identity")
 any_text = st.text(st.characters(exclude_categories=()), max_size=500)  # with surrogates
@@ -40,22 +39,6 @@ def test_what_the_sanitiser_leaves_is_one_short_printable_line(text, max_length)
     assert in_one_line(line, max_length) == line
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("two\nlines\r\tof  text", "two lines of text"),
-        ("\x1b[31mred\x1b[0m \x1b]0;title\x07\x1b[2Jclear", "red clear"),
-        ("abc\u202edef\u2066g\u200b", "abc def g"),
-        ("a\ud800b\x00c\x9b31m", "a b c 31m"),
-        ("<script>alert(1)</script>", "‹script›alert(1)‹/script›"),
-        ("[red]loud[/red] [1, 2] [Errno 2]", "(red]loud(/red] [1, 2] [Errno 2]"),
-        ("x" * 400, "x" * 299 + "…"),
-    ],
-)
-def test_the_sanitiser_by_example(text, line):
-    assert in_one_line(text) == line
-
-
 @given(st.one_of(any_text, st.integers(), st.none()))
 def test_a_client_name_is_safe_in_a_path_or_refused_in_one_line(name):
     if is_client_name(name):
@@ -63,19 +46,9 @@ def test_a_client_name_is_safe_in_a_path_or_refused_in_one_line(name):
         assert 1 <= len(name) <= 64
         assert name.strip(".")
         return
-    with pytest.raises(ValueError, match="expected 1 to 64 letters") as caught:
+    with pytest.raises(ValueError) as caught:
         check_client_name(name)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "site-ü", "x" * 65, "a\n", "[red]"])
-def test_names_that_are_refused(name):
-    assert not is_client_name(name)
-
-
-@pytest.mark.parametrize("name", ["client-0001", "Site_7.b", "x" * 64, "-", ".a"])
-def test_names_that_are_accepted(name):
-    assert is_client_name(name)
 
 
 # --- replies --------------------------------------------------------------------------------------
@@ -117,7 +90,6 @@ records = st.one_of(
     ),
     st.builds(ArrayRecord, st.dictionaries(names, arrays, max_size=3)),
 )
-kinds = {"reply": ConfigRecord, "metrics": MetricRecord, "arrays": ArrayRecord}
 
 
 @st.composite
@@ -201,11 +173,6 @@ def test_a_roster_entry_over_its_bounds_is_rejected_by_name(changes, named):
     assert in_one_line(caught.value, 1000) == str(caught.value)
 
 
-def test_versions_are_sanitised():
-    assert read_roster(with_entry(versions="flwr\n\x1b[1m2")).versions == "flwr 2"
-    assert read_roster(message(roster_content(entry))) == entry
-
-
 @pytest.mark.parametrize(
     ("metrics", "named"),
     [
@@ -227,10 +194,3 @@ def test_a_reply_over_its_size_is_rejected_before_its_arrays_are_read(monkeypatc
     monkeypatch.setattr("protocol.messages.tensors", lambda record: pytest.fail("read"))
     with pytest.raises(ValueError, match=str(size)):
         read_reply(sent, size - 1)
-
-
-@pytest.mark.parametrize(
-    ("things", "expected"), [(0, "0 replies"), (1, "1 reply"), ([1, 2], "2 replies")]
-)
-def test_a_count_has_the_number_of_its_noun(things, expected):
-    assert num_of("reply", things, "replies") == expected

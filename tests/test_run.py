@@ -249,13 +249,6 @@ def test_a_client_that_fails_is_left_out_and_named_and_the_run_goes_on(
     assert (summary_of(folder)["left_out"], summary_of(folder)["status"]) == (1, "finished")
 
 
-def test_the_round_is_averaged_over_those_that_did_not_fail(run, spoil):
-    spoil(lambda client, number: "nan" if client == "client-0001" else "")
-    three_of_four = run({"num-rounds": 1})
-    spoil(lambda client, number: "raise" if client == "client-0001" else "")
-    assert same_bits(final_model(run({"num-rounds": 1})), final_model(three_of_four))
-
-
 def test_when_all_fail_the_run_ends_with_its_checkpoint_and_can_be_resumed(run, spoil, tmp_path):
     keys = {"method": "moon", "num-rounds": 4, "local-test-fraction": 0.2}
     whole = run(keys)
@@ -332,19 +325,6 @@ def test_no_update_is_held_after_its_round(tmp_path, no_pictures):
     assert observer.found == [0, 0, 0]
 
 
-def test_a_server_half_computes_with_the_runs_threads(run, monkeypatch):
-    """The last bits of its sums depend on them."""
-    found, next_arrays = [], Average.next_arrays
-
-    def following(self, current, replies):
-        found.append(torch.get_num_threads())
-        return next_arrays(self, current, replies)
-
-    monkeypatch.setattr(Average, "next_arrays", following)
-    run({"method": "fedavg", "num-rounds": 1, "threads": 2})
-    assert found == [2]
-
-
 # --- files ----------------------------------------------------------------------------------------
 
 
@@ -359,7 +339,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_a_resume_goes_on(run, monkeypa
     whole = run({"method": "moon"})
     with monkeypatch.context() as patch:
         patch.setattr(server_app.run_directory, "write_atomically", full)
-        with pytest.raises(OSError, match=r"No space left on device: '.*round-00002"):
+        with pytest.raises(OSError, match="round-00002"):
             run({"method": "moon", "run-name": "cut"})
     resume(tmp_path / "cut")
     assert_same_run(tmp_path / "cut", whole)

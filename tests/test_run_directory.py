@@ -1,8 +1,6 @@
 """The run directory: its format, and that neither a kill nor damage loses anything in silence."""
 
-import fcntl
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -183,24 +181,10 @@ def test_the_newest_two_checkpoints_stay_and_the_newest_intact_one_is_read(direc
         directory.newest_checkpoint(expected.arrays)
 
 
-def test_a_checkpoint_ahead_of_the_history_is_not_read(directory):
-    done(directory, 1, 2)
-    directory.rewind(1)
-    assert directory.newest_checkpoint(checkpoint(1).arrays).round == 1
-
-
 def test_a_checkpoint_of_another_model_is_refused(directory):
     done(directory, 1)
-    with pytest.raises(ValueError, match="another"):
+    with pytest.raises(ValueError):
         directory.newest_checkpoint({"v": torch.zeros(3)})
-
-
-def test_where_the_only_checkpoint_is_lost_a_resume_says_so(run):
-    path = run({"num-rounds": 3})
-    shutil.rmtree(path / "checkpoints")
-    (path / "summary.json").write_text('{"status": "stopped"}')
-    with pytest.raises(ValueError, match="checkpoints"):
-        resume(path, num_rounds=4)
 
 
 # --- a kill ----------------------------------------------------------------------------------
@@ -244,15 +228,6 @@ def test_two_processes_cannot_open_one_directory(directory):
     assert f"ValueError: {directory.path}" in found.stderr
 
 
-def test_a_look_whether_a_run_is_going_on_keeps_nobody_out(run):
-    path = run({"num-rounds": 1})
-    with (path / ".lock").open() as held:
-        fcntl.flock(held, fcntl.LOCK_SH)
-        with pytest.raises(ValueError, match="another process"):
-            RunDirectory(path)
-    RunDirectory(path).close()
-
-
 # --- names and ends --------------------------------------------------------------------------
 
 
@@ -262,12 +237,6 @@ def test_run_name_names_the_directory_which_must_not_exist(tmp_path):
     new_run_directory(config).close()
     with pytest.raises(ValueError, match="run-name"):
         new_path(config)
-
-
-@pytest.mark.parametrize("name", ["..", ".hidden", "a/b", "a b", "x" * 65, "reset-state"])
-def test_a_run_name_that_is_no_plain_file_name_is_refused(name):
-    with pytest.raises(ValueError, match="run-name"):
-        resolve_config({"run-name": name})
 
 
 def test_an_output_dir_that_cannot_be_made_is_refused(tmp_path):

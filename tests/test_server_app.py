@@ -7,8 +7,7 @@ import pytest
 from flwr.app import Context, RecordDict
 from grid_fixtures import InlineGrid, simulated_nodes
 
-import server_app.experiment
-from server_app.app import SUPERLINK_TIMEOUT_S, log_to_stdout, main
+from server_app.app import SUPERLINK_TIMEOUT_S, main
 
 
 @pytest.fixture(autouse=True)
@@ -58,28 +57,3 @@ def test_a_mistake_is_one_line_without_the_traceback_below(capsys):
     assert caught.value.__suppress_context__
     [line] = capsys.readouterr().out.splitlines()
     assert "error: method = 'fedavgg'" in line
-
-
-def test_logging_to_stdout_is_set_up_once(own_log_handlers):
-    log_to_stdout()
-    log_to_stdout()
-    assert len(own_log_handlers.handlers) == 1
-
-
-def test_a_warning_from_before_there_is_a_directory_is_in_its_log(
-    no_pictures, tmp_path, monkeypatch
-):
-    """Such as one on images that are not read."""
-    open_source = server_app.experiment.open_source
-
-    def opened(config):
-        logging.getLogger("keel.data").warning("3 files are not read")
-        return open_source(config)
-
-    monkeypatch.setattr(server_app.experiment, "open_source", opened)
-    main(Deployment(KEYS | {"output-dir": str(tmp_path)}), context)
-    first, *rest = [
-        line for line in (tmp_path / "a" / "run.log").read_text().splitlines() if "not read" in line
-    ]
-    assert " a WARNING 3 files" in first
-    assert rest == []

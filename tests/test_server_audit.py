@@ -97,12 +97,6 @@ def test_an_end_that_was_cut_off_is_found_and_not_resumed(run, num_cut):
         resume(folder, num_rounds=3)
 
 
-def test_the_log_of_a_resumed_run_is_one_chain(run):
-    folder = resume(run({"num-rounds": 1, "local-epochs": 0}), num_rounds=3)
-    assert [line["round"] for line in audit_of(folder, "started")] == [1, 2]
-    assert check_audit(RunReader(folder)) == len(audit_of(folder))
-
-
 # --- releases --------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 from run_fixtures import NUM_CLIENTS, SMALL, final_model, same_bits
 
 from protocol.config import default_config
@@ -100,40 +99,6 @@ def test_more_clients_than_samples(rejected, num_clients, partition, found, allo
 # --- data ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def folder_source(tmp_path) -> Path:
-    """40 grey squares in train/<class>/ and 8 in test/<class>/, of two classes."""
-    rng = np.random.default_rng(1)
-    root = tmp_path / "images"
-    for split, count in (("train", 20), ("test", 4)):
-        for name in ("cat", "dog"):
-            (root / split / name).mkdir(parents=True)
-            for i in range(count):
-                pixels = rng.integers(0, 256, (28, 28), dtype=np.uint8)
-                Image.fromarray(pixels).save(root / split / name / f"{i:02d}.png")
-    return root
-
-
-@pytest.fixture
-def small_data(folder_source) -> dict[str, object]:
-    return {"source": f"folder:{folder_source}", "partition": "iid", "num-rounds": 1}
-
-
-@pytest.mark.parametrize("content", [b"", b"not an image", None], ids=["empty", "text", "cut"])
-def test_an_unreadable_image_is_named(rejected, small_data, folder_source, content):
-    path = folder_source / "train" / "dog" / "07.png"
-    path.write_bytes(path.read_bytes()[:90] if content is None else content)
-    assert str(path) in rejected(small_data)
-
-
-def test_images_of_other_sizes_are_named_with_the_way_out(rejected, small_data, folder_source):
-    path = folder_source / "train" / "dog" / "07.png"
-    Image.fromarray(np.zeros((30, 40), dtype=np.uint8)).save(path)
-    line = rejected(small_data)
-    assert f"{path} is 40x30" in line
-    assert "image-size" in line
-
-
 def npz_of(path: Path, y_train: list[int]) -> str:
     rng = np.random.default_rng(2)
     x = rng.integers(0, 256, (len(y_train), 28, 28), dtype=np.uint8)
@@ -174,10 +139,6 @@ def test_models_of_fedreco_clients_that_do_not_fit(rejected, models, found):
 def test_a_folder_that_holds_no_run(rejected, tmp_path):
     for path in (tmp_path, tmp_path / "moved"):
         assert str(path) in rejected({"resume": str(path)})
-
-
-def test_a_relative_folder_to_resume(rejected):
-    assert "resume" in rejected({"resume": "runs/last"})
 
 
 def test_a_refused_resume_loses_nothing(rejected, run):

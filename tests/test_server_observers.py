@@ -2,17 +2,12 @@
 
 import json
 import logging
-from collections.abc import Callable
-from functools import partial
-from types import SimpleNamespace
 
 import pytest
 from run_fixtures import NUM_CLIENTS, SMALL, history_of, resume, summary_of
 
-from server_app.audit import check_audit
 from server_app.inline import run_inline
-from server_app.observers import RoundLog, RunObserver, SummaryTable
-from server_app.run import run_federation
+from server_app.observers import RunObserver, SummaryTable
 from server_app.run_reader import RunReader
 
 quick = {"local-epochs": 0, "num-rounds": 2}
@@ -84,51 +79,6 @@ def test_an_observer_is_told_of_the_end_of_a_run_that_is_interrupted(tmp_path, n
     [summary] = recorder.told("end")
     assert (summary["status"], summary["rounds"]) == ("stopped", 1)
     assert summary["ended"]
-
-
-def test_a_round_that_ends_after_the_signal_does_not_make_a_stopped_run_running(
-    no_pictures, tmp_path, monkeypatch
-):
-    """Under `flwr run` the signal comes in another thread, while the rounds go on for a moment."""
-    monkeypatch.setattr("server_app.report.WRITE_EVERY_S", 0.0)
-    at_exit: list[Callable[[], None]] = []
-    noting = partial(run_federation, at_exit=at_exit.append)
-    monkeypatch.setattr("server_app.inline.run_federation", noting)
-    seen = []
-
-    class Signal(RunObserver):
-        def on_round(self, line):
-            if line["round"] == 1:
-                at_exit[0]()
-            (directory,) = tmp_path.iterdir()
-            seen.append(summary_of(directory)["status"])
-
-    run_inline(SMALL | quick | {"output-dir": str(tmp_path)}, NUM_CLIENTS, observers=[Signal()])
-    assert seen == ["stopped", "stopped"]
-
-
-def test_an_observer_that_fails_at_the_end_leaves_the_run_complete(tmp_path, no_pictures):
-    class Broken(RunObserver):
-        def on_run_end(self, summary):
-            raise RuntimeError("no terminal")
-
-    keys = SMALL | {"num-rounds": 1, "output-dir": str(tmp_path), "run-name": "whole"}
-    with pytest.raises(RuntimeError, match="no terminal"):
-        run_inline(keys, 2, observers=[Broken()])
-    run = RunReader(tmp_path / "whole")
-    assert run.has_finished
-    assert check_audit(run)
-
-
-def test_a_long_round_is_logged_every_ten_seconds(monkeypatch, caplog):
-    times = iter([0.0, 4.0, 11.0, 12.0, 30.0, 31.0])
-    clock = SimpleNamespace(monotonic=lambda: next(times))  # other threads have the real one
-    monkeypatch.setattr("server_app.observers.time", clock)
-    log = RoundLog()
-    with caplog.at_level(logging.INFO, logger="keel.server"):
-        for number in range(6):
-            log.on_replies("round 3", number, 5)
-    assert [record.args for record in caplog.records] == [("round 3", 2, 5), ("round 3", 4, 5)]
 
 
 def test_every_round_is_one_line_of_the_log_which_a_resume_continues(run, caplog):

@@ -76,15 +76,9 @@ def test_the_id_of_a_tracker_run_survives_a_resume(tmp_path):
     assert tracker_id(tmp_path, "a", lambda: "3") == ("1", False)
 
 
-@pytest.mark.parametrize("value", ["", "aim", "none,wandb", "wandb,"])
-def test_an_unknown_tracker_is_refused(value):
-    with pytest.raises(ValueError, match="tracker"):
-        resolve_config({"tracker": value})
-
-
 def test_a_tracker_that_is_not_installed_is_refused_before_the_run(monkeypatch):
     monkeypatch.setattr(server_app.trackers, "is_installed", lambda name: False)
-    with pytest.raises(ValueError, match="tracker = 'wandb'"):
+    with pytest.raises(ValueError, match="tracker"):
         check_trackers(resolve_config({"tracker": "wandb"}).rounds)
     check_trackers(resolve_config({}).rounds)
 

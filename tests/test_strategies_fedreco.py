@@ -89,10 +89,3 @@ def test_a_split_shares_the_stages_up_to_it(stage):
     }
     assert set(u_0) == wanted
     assert all(same_bits({n: a}, {n: model.state_dict()[n]}) for n, a in u_0.items())
-
-
-def test_an_unknown_split_is_refused_with_the_stages_there_are():
-    model = network()
-    with pytest.raises(ValueError) as caught:
-        server_of(model, fedreco__split="conv9")
-    assert "fedreco.split = 'conv9'" in str(caught.value)

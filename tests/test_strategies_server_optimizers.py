@@ -5,8 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
-from flwr.serverapp.strategy import FedAvgM
 from run_fixtures import FACTS, answer, random_arrays, same_bits, sent
 from torch import Tensor, nn
 
@@ -105,40 +103,6 @@ def test_fedacg_equals_its_equations_by_hand_over_five_rounds(lambda_):
             torch.testing.assert_close(model[name], w[name], rtol=1e-12, atol=1e-13)
 
 
-# --- numbers on paper, from baselines.md 14.3 and 15.4 ---------------------------------------
-
-
-def test_fedadams_first_step_has_the_size_on_paper():
-    w = torch.tensor([0.5, -2.0], dtype=torch.float64)
-    delta = torch.tensor([0.01, -0.01], dtype=torch.float64)
-    size = 0.00414822
-    moved = fedadam().step({"w": w}, {"w": w + delta}, ["w"])["w"] - w
-    assert moved.tolist() == pytest.approx([size, -size], abs=5e-9)
-
-
-# --- Flower's own strategies as a second opinion ---------------------------------------------
-
-
-@pytest.mark.usefixtures("task_identity")
-def test_flowers_own_fedavgm_takes_the_same_steps():
-    strategy = FedAvgM(server_learning_rate=0.7, server_momentum=0.9)
-    model = random_arrays(shapes, seed=1)
-    strategy.current_arrays = ArrayRecord({k: Array(v.numpy()) for k, v in model.items()})
-    models = stepped(fedavgm(lr=0.7, beta=0.9))
-    for number, (average, mine) in enumerate(zip(averages(5), models, strict=True), start=1):
-        ask = sent([Message(RecordDict(), dst_node_id=1, message_type="train")])[0]
-        content = RecordDict(
-            {
-                "arrays": ArrayRecord({k: Array(v.numpy()) for k, v in average.items()}),
-                "metrics": MetricRecord({"num-examples": 3}),
-            }
-        )
-        theirs, _ = strategy.aggregate_train(number, [Message(content, reply_to=ask)])
-        for name in shapes:
-            expected = torch.from_numpy(theirs[name].numpy().copy())
-            torch.testing.assert_close(mine[name], expected, rtol=1e-6, atol=1e-7)
-
-
 # --- state -----------------------------------------------------------------------------------
 
 steps = {
@@ -163,14 +127,6 @@ def test_going_on_from_a_kept_state_is_as_if_never_interrupted(make, stop_after)
     for average, expected in zip(averages(6)[stop_after:], whole[stop_after:], strict=True):
         model = again.step(model, average, shapes.keys())
         assert same_bits(model, expected)
-
-
-@pytest.mark.parametrize("make", steps.values(), ids=steps.keys())
-def test_a_step_changes_neither_the_model_before_nor_the_average(make):
-    current, average = random_arrays(shapes, seed=1), random_arrays(shapes, seed=2)
-    make().step(current, average, shapes.keys())
-    assert same_bits(current, random_arrays(shapes, seed=1))
-    assert same_bits(average, random_arrays(shapes, seed=2))
 
 
 def three_rounds(server, network):
@@ -206,12 +162,3 @@ def test_buffers_take_the_average_as_it_is_whatever_the_step(server):
         for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
             assert same_bits({name: current[name]}, {name: theirs[name]})
     assert not [name for name in strategy.state() if "running" in name or "num_batches" in name]
-
-
-@pytest.mark.usefixtures("task_identity")
-@pytest.mark.parametrize("server", ["fedavgm", "fedadam"])
-def test_a_weight_with_two_names_takes_the_same_steps_under_both(server):
-    network = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    network[1].weight = network[0].weight
-    for _, current in three_rounds(server, network)[1]:
-        assert torch.equal(current["0.weight"], current["1.weight"])

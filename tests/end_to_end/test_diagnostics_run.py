@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import stat
 from collections.abc import Callable
@@ -22,15 +21,13 @@ import server_app.finish
 from client_app.setup import forget_sources, model_for, open_source
 from keel.cli.main import main
 from protocol.config import resolve_config
-from protocol.config_keys import DIAGNOSTICS
-from server_app.diagnostics.comparison import chosen_diagnostics, probe_of
+from server_app.diagnostics.comparison import probe_of
 from server_app.diagnostics.monitor import Monitor
 from server_app.run_reader import RunReader
 
 Run = Callable[..., Path]
 LAYERS = ["conv1", "conv2", "fc1", "fc2", "features", "logits"]  # of cnn-fedreco
 PERSONAL = {"local-test-fraction": 0.2, "num-rounds": 1, "local-epochs": 1}
-guide = (Path(__file__).parents[2] / "docs/how-to/diagnostics.md").read_text()
 
 
 @pytest.fixture
@@ -215,18 +212,6 @@ def test_clients_of_another_architecture_are_compared_at_features_and_logits(run
     assert found == pytest.approx(cka_as_printed(*reps), rel=1e-4)
 
 
-@pytest.mark.parametrize("keys", [{"diagnostics": "vcy"}, {"diagnostics-every": 0}])
-def test_what_makes_no_sense_is_refused(keys):
-    with pytest.raises(ValueError, match="diagnostics"):
-        resolve_config(keys)
-
-
-def test_names_are_taken_with_blanks_and_in_one_order():
-    assert chosen_diagnostics(" vci ,cka-global,") == ("cka-global", "vci")
-    assert chosen_diagnostics("drift, all") == DIAGNOSTICS
-    assert tuple(re.findall(r"^\| `([a-z-]+)` \|", guide, re.M)) == DIAGNOSTICS
-
-
 # --- the command -----------------------------------------------------------------------------
 
 
@@ -268,16 +253,6 @@ def test_the_command_compares_checkpoints_and_only_the_user_can_read_what_it_wri
     numbers = json.loads((made / "numbers.json").read_text())["diagnostics"]
     expected = distance(checkpoint(folder, 1), final_model(folder))
     assert numbers["drift"]["mean"] == pytest.approx(expected, rel=1e-6)
-
-
-def test_a_run_whose_device_is_absent_is_measured_on_the_cpu(run, caplog):
-    folder = run({"num-rounds": 1})
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config["config"]["device"] = "cuda:99"
-    path.write_text(json.dumps(config))
-    assert diagnose(folder, "--only", "vci") == 0
-    assert "cuda:99" in caplog.text
 
 
 def test_the_command_refuses_in_one_line_what_it_cannot_measure(run, capsys, tmp_path):

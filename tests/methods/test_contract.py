@@ -3,7 +3,6 @@
 Nothing here lists a method: a new file in client_app/methods is tested as it is added.
 """
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -26,8 +25,6 @@ from client_app.methods import method_of
 from client_app.setup import build_network
 from keel.method_checks import CHECKS
 from keel.method_subject import NotApplicable
-from protocol.config import default_config
-from protocol.options import key_of
 from strategies import Average, server_half, strategy_for
 
 each_method = pytest.mark.parametrize("name", METHODS)
@@ -47,18 +44,6 @@ def test_a_method_passes_the_checks_of_check_method(name):
                 check(subject_of(name))
             except NotApplicable:
                 continue
-
-
-@each_method
-def test_a_method_is_documented(name):
-    cls = METHODS[name]
-    declared = {f"{name}.{key_of(field)}" for field in dataclasses.fields(cls)}
-    assert declared == {key for key in default_config() if key.startswith(f"{name}.")}
-    assert cls.paper
-    assert cls.default_weighting in ("examples", "uniform")
-    assert cls.shared_part in ("model", "extractor", "nothing")
-    assert {*cls.duration_keys} <= {"local-epochs", *declared}
-    assert {*cls.rate_keys} <= {"lr", *declared}
 
 
 def test_a_flag_may_follow_an_option():
@@ -97,21 +82,6 @@ def test_a_round_returns_what_the_server_half_expects(name):
         assert not any(array.requires_grad for array in arrays.values())
     assert update.num_steps > 0
     assert update.terms
-
-
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        ("fedavg-ft", "epochs"),
-        ("fedbabu", "epochs"),
-        ("fedcr", "final_head_epochs"),
-        ("fedrep", "final_head_epochs"),
-    ],
-)
-def test_a_method_is_tuned_for_evaluation_if_that_has_epochs(name, key):
-    for epochs in (0, 1):
-        method = method_of(make_config(method=name, **{f"{name}__{key}": epochs}))
-        assert method.is_tuned_for_evaluation() == bool(epochs)
 
 
 LIMITS = [

@@ -11,7 +11,6 @@ from client_fixtures import (
     SHAPE,
     assert_close,
     assert_same_bits,
-    differ,
     initial,
     make_config,
     make_round,
@@ -19,32 +18,15 @@ from client_fixtures import (
 from method_fixtures import HEAD, body_part, head_part, random
 
 from client_app.methods import method_of
-from client_app.methods.fedcr import Product, Sampled
+from client_app.methods.fedcr import Sampled
 from client_app.setup import build_network
 from protocol.messages import RosterEntry, TrainReply
-from strategies.fedcr import FedCRServer, product_of_gaussians
+from strategies.fedcr import FedCRServer
 
 
 def cr(**keys):
     base = {"momentum": 0.0, "weight_decay": 0.0, "fedcr__beta": 0.3, "fedcr__samples": 4}
     return make_config(method="fedcr", **base | keys)
-
-
-def test_the_product_of_posteriors():
-    product = Product(3, 2, torch.device("cpu"))
-    mu, s = random(7, 2, seed=1).float(), random(7, 2, seed=2).exp().float()
-    y = torch.tensor([0, 2, 0, 0, 2, 0, 0])
-    product.add(mu[:3], s[:3], y[:3])
-    product.add(mu[3:], s[3:], y[3:])
-    read = product.read()
-    assert read["seen"].tolist() == [1, 0, 1]
-    assert read["M"][1].tolist() == [0, 0]
-    assert read["S"][1].tolist() == [1, 1]
-    for k in (0, 2):
-        precision = sum(1 / s[b] ** 2 for b in range(7) if y[b] == k)
-        mean = sum(mu[b] / s[b] ** 2 for b in range(7) if y[b] == k) / precision
-        torch.testing.assert_close(read["M"][k], mean)
-        torch.testing.assert_close(read["S"][k], precision**-0.5)
 
 
 def cr_round(config, weights, m=None, s=None, **about):
@@ -131,21 +113,6 @@ def test_fedcr_is_judged_by_the_mean_logits_of_its_draws():
     torch.testing.assert_close(first, sum(network.classifier(v) for v in z).detach() / 4)
 
 
-@pytest.mark.parametrize(
-    ("number", "moved", "model"),
-    [(2, set(), "cnn-fedreco"), (3, HEAD, "cnn-fedreco"), (3, HEAD, "resnet20")],
-)
-def test_fedcrs_final_epochs_tune_the_head_after_the_last_round_alone(number, moved, model):
-    """Not the running statistics of BatchNorm either."""
-    config = cr(fedcr__final_head_epochs=1, num_rounds=3, model=model)
-    w = initial(config, seed=5)
-    now = cr_round(config, w, number=number)
-    model = method_of(config).personal_model(now, now.state)
-    assert set(differ(model.model.state_dict(), w)) == moved
-    assert method_of(config).depends_on_num_rounds()
-    assert not method_of(cr(fedcr__final_head_epochs=0)).depends_on_num_rounds()
-
-
 def test_fedcrs_final_epochs_are_sgd_on_the_sampled_loss_written_out():
     config = cr(fedcr__final_head_epochs=2, num_rounds=1, momentum=0.5, weight_decay=0.01)
     w = initial(config, seed=5)
@@ -170,16 +137,6 @@ def test_fedcrs_final_epochs_are_sgd_on_the_sampled_loss_written_out():
             a, b = a - 0.05 * velocity_a, b - 0.05 * velocity_b
     tuned = method_of(config).personal_model(now, now.state).model.state_dict()
     assert_close(head_part(tuned), {"classifier.weight": a, "classifier.bias": b}, atol=2e-6)
-
-
-def test_the_servers_product_has_a_standard_normal_expert():
-    m, s, seen = product_of_gaussians(
-        [torch.full((2, 1), 6.0)], [torch.full((2, 1), 0.5)], [torch.tensor([1.0, 0.0])]
-    )
-    assert s[0].item() ** 2 == pytest.approx(0.25 / 1.25)
-    assert m[0].item() == pytest.approx(6 / 1.25)
-    assert (m[1].item(), s[1].item()) == (0, 1)
-    assert seen.tolist() == [True, False]
 
 
 def test_fedcrs_server_moves_the_gaussians_of_reported_classes():

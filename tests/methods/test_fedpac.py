@@ -16,25 +16,15 @@ from client_fixtures import (
     initial,
     make_config,
     make_round,
-    train,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from method_fixtures import DECAYS, HEAD, body_part, extra_for, head_part, random
+from method_fixtures import HEAD, body_part, extra_for, head_part, random
 
 from client_app.methods import method_of
 from client_app.setup import build_network
 from protocol.messages import TrainReply
 from strategies.fedpac import FedPACServer, head_mix
-
-
-def test_fedpacs_head_rate_is_the_same_in_every_round():
-    heads = []
-    for keys in ({}, DECAYS):
-        config = make_config(method="fedpac", fedpac__extractor_epochs=0, **keys)
-        received = body_part(initial(config, seed=5))
-        heads.append(train(config, number=4, received=received).state["head"])
-    assert_same_bits(*heads)
 
 
 def features_by_class(config, weights, now):
@@ -128,24 +118,6 @@ def test_a_fedpac_round_is_head_then_body_towards_the_prototypes(known):
     assert update.num_steps == 2
 
 
-def test_fedpac_without_lambda_and_with_its_own_head_is_fedrep_to_the_bit():
-    keys = {"momentum": 0.5, "weight_decay": 0.01}
-    one = pac(**keys, fedpac__lambda=0.0, fedpac__head_lr=0.05, fedpac__extractor_epochs=2)
-    two = make_config(method="fedrep", fedrep__extractor_epochs=2, **keys)
-    body, state = body_part(initial(one, seed=5)), {}
-    for number in (1, 2):
-        now = make_round(one, number=number, received=body, state=state)
-        if number == 2:
-            head = {f"head.{n}": a for n, a in state["head"].items()}
-            prototypes = {"prototypes": torch.ones(3, 84), "is-known": torch.ones(3)}
-            now = dataclasses.replace(now, extra=head | prototypes)
-        update = method_of(one).train(now)
-        other = train(two, number=number, received=body, state=state)
-        assert_same_bits(update.arrays, other.arrays)
-        assert_same_bits(update.state["head"], other.state["head"])
-        body, state = update.arrays, update.state
-
-
 def test_a_client_that_is_first_sampled_after_round_1_has_the_initial_head():
     """It is sent the prototypes, and no head: the server has mixed none for it."""
     config = pac()
@@ -217,17 +189,6 @@ def test_the_mix_of_heads_is_the_best_one(m, width, spread, seed):
         assert value <= slack * min(q[i, i], np.full(m, 1 / m) @ q @ np.full(m, 1 / m))
 
 
-def test_alike_heads_are_mixed_by_their_precision():
-    h, v = np.tile([[1.0, -2, 3]], (4, 1)), np.array([1.0, 2, 4, 0.5])
-    for i in range(4):
-        assert head_mix(i, h, v) == pytest.approx((1 / v) / (1 / v).sum(), abs=1e-5)
-        assert head_mix(i, h, np.full(4, 0.3)) == pytest.approx([0.25] * 4, abs=1e-5)
-
-
-def test_a_client_without_variance_keeps_its_own_head():
-    assert head_mix(0, np.eye(3), np.array([0.0, 1, 1])).tolist() == [1, 0, 0]
-
-
 def pac_server():
     config = pac(max_weight_share=1.0)
     return FedPACServer(config, build_network(config, SHAPE, NUM_CLASSES))
@@ -278,14 +239,3 @@ def test_fedpacs_server_mixes_each_clients_head_and_weighs_means_by_class_counts
             sent["prototypes"][2], ((5 * means[0] + 3 * means[1] + 9 * means[2]) / 17)[2]
         )
     assert extra_for(server, "newcomer").keys() == {"prototypes", "is-known"}
-
-
-def test_fedpacs_server_goes_on_from_its_state():
-    server, other = pac_server(), pac_server()
-    server.next_arrays(
-        body_part(initial(pac())),
-        [pac_reply("a", 1, [5.0, 0, 5]), pac_reply("b/c", 2, [1.0, 0, 3])],
-    )
-    other.load(server.state())
-    for client in ("a", "b/c", "newcomer"):
-        assert_same_bits(extra_for(other, client), extra_for(server, client))

@@ -1,12 +1,10 @@
 """FedRep: head, then body, step by step by autograd; only bodies travel."""
 
 import pytest
-import torch
 from client_fixtures import (
     NUM_CLASSES,
     SHAPE,
     assert_close,
-    assert_same_bits,
     differ,
     initial,
     make_config,
@@ -39,42 +37,6 @@ def test_fedrep_trains_the_head_then_the_body(in_float64):
     assert_close(update.state["head"], by_hand, rtol=0, atol=1e-12)
     assert update.state["head"].keys() == HEAD
     assert update.num_steps == 20
-
-
-def test_fedreps_head_learns_on_the_extractors_running_statistics(in_float64):
-    config = make_config(
-        method="fedrep", fedrep__extractor_epochs=0, model="resnet20", batch_size=15, **MOVING
-    )
-    w, head = body_part(initial(config, seed=5)), head_part(initial(config))
-    network = build_network(config, SHAPE, NUM_CLASSES).eval()
-    network.load_state_dict(w | head)
-    weight, bias = (head[f"classifier.{name}"].double() for name in ("weight", "bias"))
-    velocity = [torch.zeros_like(weight), torch.zeros_like(bias)]
-    for step in batches_of(config, "head", 1):
-        with torch.no_grad():
-            _, (z,) = network.run(step.x, ["features"], to_logits=False)
-        p = (z @ weight.T + bias).softmax(1)
-        error = (p - torch.nn.functional.one_hot(step.y, NUM_CLASSES)) / len(step.y)  # of CE
-        gradients = error.T @ z, error.sum(0)
-        for v, g, a in zip(velocity, gradients, (weight, bias), strict=True):
-            v.mul_(MOVING["momentum"]).add_(g + MOVING["weight_decay"] * a)
-            a -= config.train.lr * v
-    trained = train(config, received=w).state["head"]
-    assert_close(trained, {"classifier.weight": weight, "classifier.bias": bias}, atol=1e-12)
-
-
-def test_fedrep_of_no_head_epochs_is_fedbabu_to_the_bit():
-    rep = make_config(method="fedrep", fedrep__head_epochs=0, fedrep__extractor_epochs=2, **MOVING)
-    babu = make_config(method="fedbabu", local_epochs=2, **MOVING)
-    body, state = body_part(initial(rep, seed=5)), {}
-    for number in (1, 2):
-        one = train(rep, number=number, received=body, state=state)
-        two = train(babu, number=number, received=body)
-        assert_same_bits(one.arrays, two.arrays)
-        assert_same_bits(one.state["head"], head_part(initial(rep)))
-        assert two.state == {}
-        assert len(differ(one.arrays, body)) == len(body)
-        body, state = one.arrays, one.state
 
 
 @pytest.mark.parametrize(("number", "moved"), [(2, set()), (3, HEAD)])

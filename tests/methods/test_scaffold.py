@@ -10,16 +10,14 @@ from client_fixtures import (
     NUM_CLASSES,
     SHAPE,
     assert_close,
-    assert_same_bits,
     initial,
     make_config,
     make_round,
-    train,
 )
 from torch import nn
 
 from client_app.methods import method_of
-from client_app.methods.scaffold import Scaffold, momentum_length
+from client_app.methods.scaffold import Scaffold
 from client_app.objective import LocalObjective
 from client_app.samples import Step
 from client_app.setup import build_network
@@ -286,31 +284,6 @@ def test_numbers_of_steps_that_differ_by_more_than_ten_times_are_named(keys, fou
     assert bool(warning) == bool(found)
 
 
-def test_two_lost_replies_in_a_row_go_back_to_the_last_that_counted(caplog):
-    federation = Federation(THREE, lr=0.01)
-    federation.play((1,))
-    seen = federation.c_of(1)
-    federation.play((1, 2), lost=[1])
-    assert federation.c_of(1) != seen
-    assert caplog.text == ""
-    federation.play((1, 2), lost=[1])
-    assert "round 3: the update of round 2 was not aggregated; reverting" in caplog.text
-    assert federation.kept[1]["control-before"]["theta"].item() == seen
-    other = ScaffoldServer(federation.config, Number())
-    other.load(federation.server.state())
-    assert federation.counted == {"1": 1, "2": 3}
-    assert other.c == federation.server.c
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
-@pytest.mark.parametrize("steps", [0, 1, 2, 7])
-def test_with_one_rate_the_gradients_count_k_rho_times(momentum, steps):
-    """K_rho = (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho)"""
-    k, rho = steps, momentum
-    k_rho = (k - rho * (1 - rho**k) / (1 - rho)) / (1 - rho)
-    assert momentum_length([0.3] * k, rho) == pytest.approx(0.3 * k_rho, abs=1e-12)
-
-
 # --- on a network ---------------------------------------------------------------------------------
 
 
@@ -323,17 +296,6 @@ def scaffold_round(config, received, c=None, c_i=None, **about):
     return method_of(config).train(
         dataclasses.replace(now, extra=extra, last_accepted_round=3 if c_i else 0)
     )
-
-
-@pytest.mark.parametrize("form", ["corrected", "niid-bench"])
-def test_a_first_round_is_fedavgs_to_the_bit(form):
-    keys = {"local_epochs": 2, "momentum": 0.9, "weight_decay": 0.01}
-    received = initial(make_config(), seed=5)
-    config = make_config(method="scaffold", scaffold__momentum_form=form, **keys)
-    update = scaffold_round(config, received)
-    plain = train(make_config(**keys), received=received)
-    assert update.num_steps == 8
-    assert_same_bits(update.arrays, plain.arrays)
 
 
 def test_one_full_batch_step_keeps_the_gradient_at_w():
