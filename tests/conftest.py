@@ -37,7 +37,6 @@ LONGEST = (
 TOGETHER = {
     "a report": ("test_experiments_rendering.py",),
     "torchvision": ("test_models_architectures.py", "test_data_readers.py"),
-    "torch's compiler": ("test_client_waits.py", "test_client_sgd.py"),
     "SciPy's statistics": (
         *("test_client_privacy.py", "test_privacy_audit.py", "test_privacy_ledger.py"),
         *("test_privacy_sampler.py", "test_privacy_site.py"),

@@ -5,7 +5,7 @@ Kernels themselves are recorded in tests/test_gpu.py.
 
 import pytest
 import torch
-from client_fixtures import assert_same_bits, make_config, make_round, subject_of
+from client_fixtures import assert_same_bits, subject_of
 from method_fixtures import METHODS
 from test_client_waits import train_two_rounds
 from torch.utils import _pytree as pytree
@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 import client_app.graphs
 import client_app.trainer
 from client_app.graphs import Recording, Replayed
-from client_app.process_cache import ProcessCache
 
 LONG = {  # phases whose length `local-epochs` does not say
     "fedpac": {"fedpac.extractor-epochs": 6},
@@ -95,17 +94,6 @@ def test_replayed_steps_are_those_that_are_not_whatever_the_run(keys, recorded, 
     monkeypatch.setattr(client_app.trainer, "recorded_sizes", lambda ctx, plan: set())
     for one, other in zip(found, train_two_rounds(subject, local_epochs=4, **keys), strict=True):
         assert_same_bits(one.arrays, other.arrays)
-
-
-def test_what_was_found_of_steps_is_forgotten_with_their_run(recorded):
-    """The next run in this process, as in a notebook, may have other options or mended code."""
-    cache, config = ProcessCache(), make_config()
-    make_round(config, cache=cache)
-    Replayed.obstacles["a step of mine"] = "it waits"
-    make_round(config, number=2, cache=cache)
-    assert Replayed.obstacles
-    make_round(make_config(seed=1), cache=cache)
-    assert not Replayed.obstacles
 
 
 def fails(self, call):

@@ -1,7 +1,6 @@
 """What a process reuses: samples within a limit, of this run alone, and never other values."""
 
-import torch
-from client_fixtures import assert_same_bits, facts, initial, make_config, make_round, train
+from client_fixtures import assert_same_bits, make_config, make_round, train
 
 import client_app.process_cache
 from client_app.process_cache import ProcessCache
@@ -14,17 +13,6 @@ def test_a_clients_samples_are_reused_in_its_next_round():
     assert make_round(config, number=2, cache=cache).train_samples is first
     assert other is not first
     assert_same_bits(train(config, cache=cache, number=3).arrays, train(config, number=3).arrays)
-
-
-def test_another_run_has_other_samples_and_networks():
-    one, two, cache, cpu = make_config(), make_config(seed=1), ProcessCache(), torch.device("cpu")
-    first = make_round(one, cache=cache).train_samples
-    assert make_round(two, cache=cache).train_samples is not first
-    networks = cache.networks(two, facts(two), cpu)
-    model = networks.network("cnn-fedreco", "local")
-    assert networks.network("cnn-fedreco", "local") is model
-    assert networks.network("cnn-fedreco", "global") is not model
-    assert_same_bits(model.state_dict(), initial(two))
 
 
 def test_the_clients_used_last_are_cached_within_the_limit(monkeypatch):

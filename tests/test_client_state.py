@@ -50,20 +50,6 @@ def rounds(state):
     return [round_ for round_, _ in versions_in(state.folder)]
 
 
-def damage(state, number):
-    """Flip a bit of the arrays in the version of this round."""
-    path = dict(versions_in(state.folder))[number]
-    content = bytearray(path.read_bytes())
-    content[-7] ^= 1
-    path.write_bytes(content)
-    return path
-
-
-def test_nothing_was_stored_yet(state):
-    assert state.load(before_round=1) == {}
-    assert not state.folder.exists()
-
-
 def test_a_round_reads_the_newest_version_before_it(state):
     state.save(2, groups(2))
     assert state.load(before_round=2) == {}

@@ -108,7 +108,7 @@ def test_a_damaged_entry_is_named(load, tmp_path, name, is_there):
     (entry / name).unlink()
     if is_there:
         (entry / name).touch()
-    assert rejected(load, spec).startswith(f"{entry} is damaged (")
+    assert str(entry) in rejected(load, spec)
 
 
 def load_when_both_are_reading(spec, root, barrier, results):

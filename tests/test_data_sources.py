@@ -8,21 +8,12 @@ import pytest
 from data_fixtures import rejected
 
 from data import sources
-from data.sources import list_sources, published_size
+from data.sources import list_sources
 from protocol.source_spec import SOURCE_NAMES
 
 
 def test_every_source_name_has_a_reader():
     assert tuple(info.name for info in list_sources()) == SOURCE_NAMES
-
-
-@pytest.mark.end_to_end  # decodes all digits, three times
-def test_the_published_sizes_are_those_of_the_decoded_digits(load):
-    for recipe in ({}, {"image_size": 40}, {"channels": 3}):
-        before = published_size("digits", **recipe)
-        digits = load("digits", **recipe)
-        assert before.image_shape == digits.image_shape
-        assert (before.num_train, before.num_test, before.num_classes) == (1438, 359, 10)
 
 
 @pytest.mark.end_to_end
@@ -43,8 +34,3 @@ def test_reading_and_describing_sources_does_not_import_torch(tmp_path):
 @pytest.mark.parametrize("spec", ["imagenet", "folder", "folder:", "digits:/tmp", ""])
 def test_an_unknown_source_is_refused_with_the_allowed_names(load, spec):
     assert all(name in rejected(load, spec) for name in SOURCE_NAMES)
-
-
-def test_a_relative_path(load, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert f"folder:{tmp_path}/mine" in rejected(load, "folder:mine")

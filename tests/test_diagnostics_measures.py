@@ -13,7 +13,6 @@ from server_app.diagnostics.measures import (
     cka_of_views,
     deviation_bounds,
     effective_rank,
-    mean_and_variance,
     variability_collapse_index,
     weight_drift,
     within_class_trace,
@@ -42,14 +41,6 @@ def test_cka_of_views_is_equation_3_also_of_taps_of_unlike_width(p, q):
     x, y = features(12, p, seed=1), features(12, q, seed=2)
     found = cka_of_views(linear_view(x), linear_view(y))
     assert found == pytest.approx(cka_as_printed(x, y), rel=1e-12)
-
-
-def test_variance_is_the_mean_squared_distance_from_the_mean():
-    values = [0.2, 0.9, 0.4]
-    mean = (0.2 + 0.9 + 0.4) / 3
-    variance = sum((v - mean) ** 2 for v in values) / 3
-    assert mean_and_variance(values) == pytest.approx((mean, variance), rel=1e-12)
-    assert mean_and_variance([0.7]) == (0.7, 0.0)
 
 
 # --- covariances -----------------------------------------------------------------------------

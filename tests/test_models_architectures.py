@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models import StagedModel, build_model
-from models.layers import NORMS, MaxPool2x2
+from models.layers import NORMS
 from models.resnet import HalvedAndPadded
 
 
@@ -249,21 +249,3 @@ def test_squeezenet_follows_figure_2_with_simple_bypass():
     conv10 = F.conv2d(h, next(state)[:, :, None, None], next(state))
     assert next(state, None) is None
     torch.testing.assert_close(model(x), conv10.mean((2, 3)), rtol=1e-4, atol=1e-4)
-
-
-# ------------------------------------------------------------------ numbers of parameters
-
-
-@pytest.mark.parametrize("side", [(2, 2), (7, 10), (28, 11)])
-@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
-def test_pooling_takes_the_largest_of_four_with_and_without_gradient(side, memory):
-    x = torch.randn(3, 5, *side, generator=torch.Generator().manual_seed(1))
-    x[0, 0, 0, 0] = x[1, 1, 0, 1] = x[2, 2, 1, 0] = x[2, 3, 1, 1] = torch.nan
-    height, width = (n // 2 for n in side)
-    windows = x[..., : 2 * height, : 2 * width].reshape(3, 5, height, 2, width, 2)
-    x, pool = x.contiguous(memory_format=memory), MaxPool2x2()
-    with torch.no_grad():
-        without_gradient = pool(x)
-    for pooled in (without_gradient, pool(x)):
-        torch.testing.assert_close(pooled, windows.amax((3, 5)), rtol=0, atol=0, equal_nan=True)
-        assert pooled.is_contiguous(memory_format=memory)

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 import pytest
 from flwr.app import Context, Error, Message, RecordDict
 from grid_fixtures import InlineGrid
-from hypothesis import given
-from hypothesis import strategies as st
 from run_fixtures import NUM_CLIENTS, SMALL, assert_same_run, history_of
 
 from client_app.handlers import answer
@@ -15,7 +13,7 @@ from flower_adapter import begin_task
 from protocol.config import resolve_config
 from server_app.experiment import build_experiment
 from server_app.inline import run_inline, with_num_clients
-from server_app.pool import WorkerPool, deal
+from server_app.pool import WorkerPool
 from server_app.preflight import checked_machines
 from server_app.run import run_federation
 from server_app.workers import FlowerWorkers
@@ -83,21 +81,6 @@ def test_a_lost_worker_ends_the_run_which_resumes_to_the_same_bits(tmp_path, no_
         run_with(Workers(1, lost=[6]), KEYS | output)  # in round 2
     run_with(Workers(2), {"resume": str(tmp_path / "cut")})
     assert_same_run(tmp_path / "cut", run_inline(KEYS | {"output-dir": str(tmp_path)}, NUM_CLIENTS))
-
-
-@given(st.lists(st.integers(1, 1000), max_size=60), st.integers(1, 12))
-def test_parts_are_a_partition_whose_largest_is_at_most_a_third_above_the_best(sizes, num):
-    """Graham 1969, with the mean and the largest client as bounds of the best."""
-    parts = deal(sizes, num)
-    assert sorted(itertools.chain(*parts)) == list(range(len(sizes)))
-    sums = [sum(sizes[i] for i in part) for part in parts]
-    assert sums == sorted(sums, reverse=True)
-    assert all(parts)
-    pairs = sorted(sizes, reverse=True)[num - 1 : num + 1]
-    best = max(
-        [sum(sizes) / num, *sizes[:1], *([sum(pairs)] if len(pairs) == 2 else [])], default=0
-    )
-    assert max(sums, default=0) <= 4 / 3 * max([best, *sizes])
 
 
 # --- Flower's simulation --------------------------------------------------------------------------

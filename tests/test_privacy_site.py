@@ -247,24 +247,28 @@ def test_noise_that_is_no_number_is_refused_and_not_recorded(keys, source):
     assert ledger() == []
 
 
-def test_a_site_says_nothing_of_its_data_or_files_before_round_1(
-    source, tmp_path, monkeypatch, task_identity
-):
+PARTITION = {"partition-id": 0, "num-partitions": 1}
+
+
+@pytest.fixture(params=["a site", "a worker", "a limit"])
+def at_a_site(request, source, monkeypatch, task_identity):
+    """Sends a message to a process of a site, whose node config the run's code may forge."""
+    node = {"name": "site-a", "source": source} if request.param == "a site" else PARTITION
+    variable = {"a worker": "KEEL_WORKER", "a limit": MAX_CLIP}.get(request.param)
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    return lambda content, kind: answer(
+        Message(content, 1, kind), Context(1, 1, node, RecordDict(), {})
+    )
+
+
+def test_a_site_says_nothing_of_its_data_or_files_before_round_1(at_a_site, source, tmp_path):
     """What a simulation's worker is asked is refused: a digest of the data is exact."""
     (tmp_path / "secret").write_text("word")
     config = make_config(source=source)
     request = PreflightRequest(config, facts(config), str(tmp_path / "secret"), "word", True)
     content = RecordDict({"round": request_record(request)})
-    partition = {"partition-id": 0, "num-partitions": 1}
-    for node, variable in (
-        ({"name": "site-a", "source": source}, "UNUSED"),
-        (partition, "KEEL_WORKER"),  # the node config is forged by the run's code
-        (partition, MAX_CLIP),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setenv(variable, "1")
-            reply = answer(Message(content, 1, "query"), Context(1, 1, node, RecordDict(), {}))
-        assert isinstance(reply, Error)
+    assert isinstance(at_a_site(content, "query"), Error)
 
 
 @pytest.mark.parametrize("odd", ["colour", "size"])
@@ -297,22 +301,12 @@ def test_a_server_s_image_shape_is_refused_before_a_site_decodes_to_it(shape, so
     assert set((tmp_path / "home" / "cache").glob("*/*.npy")) == before
 
 
-def test_a_site_simulates_no_clients(source, monkeypatch, task_identity):
+def test_a_site_simulates_no_clients(at_a_site, source):
     """They have no limits and no ledger, and the server may name their data: the site's."""
     config = hostile(make_config(), source=source)
     request = request_record(TrainRequest(config, facts(config), 1, [0], False, "a"))
     own = message_content(request, array_record(initial(config, seed=5)), ArrayRecord(), 0)
-    message = Message(joined_content([own], [0], 1), 1, "train")
-    partition = {"partition-id": 0, "num-partitions": 1}
-    for node, variable in (
-        ({"name": "site-a", "source": source}, "UNUSED"),
-        (partition, "KEEL_WORKER"),
-        (partition, MAX_CLIP),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setenv(variable, "1")
-            reply = answer(message, Context(1, 1, node, RecordDict(), {}))
-        assert isinstance(reply, Error)
+    assert isinstance(at_a_site(joined_content([own], [0], 1), "train"), Error)
 
 
 @pytest.mark.parametrize("run", ["", "..", "a/b", "/a", "a\nb", "a" * 200])

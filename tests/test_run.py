@@ -27,10 +27,9 @@ from run_fixtures import (
 )
 
 import server_app.run_directory
-from client_app.setup import client_indices, model_for, open_source, pixels_of
+from client_app.setup import model_for, open_source, pixels_of
 from protocol.config import resolve_config
 from protocol.messages import TrainReply
-from protocol.seeds import seed_of
 from server_app.finish import DivergedError
 from server_app.inline import run_inline
 from server_app.observers import RunObserver
@@ -71,32 +70,6 @@ def digits_of(config):
     source = open_source(config)
     x = pixels_of(config, source).normalise(torch.tensor(np.array(source.train.images)))
     return source, x, torch.tensor(np.array(source.train.labels))
-
-
-@pytest.mark.usefixtures("in_float64")  # in float32 the largest of a pool can be another
-def test_one_client_is_plain_sgd_with_a_fresh_optimiser_every_round(run):
-    keys = {"local-epochs": 2, "momentum": 0.9, "weight-decay": 1e-3, "seed": 7, "lr": 0.005}
-    folder = run(keys, num_clients=1)
-    config = resolve_config(SMALL | keys)
-    source, x, y = digits_of(config)
-    own, _ = client_indices(config, 0, 1)
-    x, y = x[own], y[own]
-    model = model_for(config, source).train()
-    for number in (1, 2):
-        velocity: dict[str, torch.Tensor] = {}
-        for epoch in (0, 1):
-            seed = seed_of(7, number, "client-0000", "batches", epoch)
-            order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
-            for batch in order.split(64):
-                model.zero_grad()
-                F.cross_entropy(model(x[batch]), y[batch]).backward()
-                with torch.no_grad():
-                    for name, weight in model.named_parameters():
-                        gradient = weight.grad + 1e-3 * weight
-                        velocity[name] = 0.9 * velocity.get(name, 0.0) + gradient
-                        weight -= 0.005 * velocity[name]
-    for name, array in final_model(folder).items():
-        torch.testing.assert_close(array, model.state_dict()[name])
 
 
 def test_one_full_batch_step_on_every_client_is_one_centralised_step(run):

@@ -73,29 +73,6 @@ def test_every_key_is_named_when_its_value_is_of_another_kind(rejected):
         assert str(caught.value).startswith(f"{key} = {wrong!r}: "), key
 
 
-@pytest.mark.parametrize("num_clients", [0, -1])
-def test_no_clients_at_all(rejected, num_clients):
-    assert f"num-clients = {num_clients}" in rejected({}, num_clients)
-
-
-@pytest.mark.parametrize(
-    ("num_clients", "partition", "found", "allowed"),
-    [
-        (2000, "iid", "num-clients = 2000", "expected 1 to 287"),
-        (2000, "dirichlet", "num-clients = 2000", "expected 1 to 287"),
-        (200, "dirichlet", "min-samples = 10 for 200 clients needs 2000 samples", "287"),
-        (2000, "dirichlet-balanced", "num-clients = 2000", "expected 1 to 287"),
-        (2000, "classes", "num-clients = 2000", "expected 1 to 287"),
-        (2000, "shards", "num-clients = 2000", "expected 1 to 287"),
-        (200, "shards", "shards-per-client = 2 for 200 clients", "287"),
-    ],
-)
-def test_more_clients_than_samples(rejected, num_clients, partition, found, allowed):
-    line = rejected({"partition": partition}, num_clients)
-    assert found in line
-    assert allowed in line
-
-
 # --- data ------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,12 @@ def test_losses_have_a_panel_of_their_own_under_the_accuracies():
     assert (top.get_title(), bottom.get_xlabel()) == ("a title", "round")
 
 
+def test_a_dollar_in_a_name_is_a_character(tmp_path):
+    hostile = r"$\frac{a$"
+    save_png(accuracy_figure([(hostile, [(1, 0.5)])], hostile), tmp_path / "a.png")
+    plot_label_distribution([[1, 2]], [hostile, "b"], tmp_path / "b.png")
+
+
 @pytest.mark.parametrize(
     "draw",
     [

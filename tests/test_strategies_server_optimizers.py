@@ -113,22 +113,6 @@ steps = {
 }
 
 
-@pytest.mark.parametrize("make", steps.values(), ids=steps.keys())
-@pytest.mark.parametrize("stop_after", [0, 1, 3])
-def test_going_on_from_a_kept_state_is_as_if_never_interrupted(make, stop_after):
-    whole = stepped(make(), 6)
-    step, model = make(), random_arrays(shapes, seed=1)
-    for average in averages(6)[:stop_after]:
-        model = step.step(model, average, shapes.keys())
-    kept = {name: array.clone() for name, array in step.state().items()}
-    again = make()
-    again.load(kept)
-    assert same_bits(again.state(), kept)
-    for average, expected in zip(averages(6)[stop_after:], whole[stop_after:], strict=True):
-        model = again.step(model, average, shapes.keys())
-        assert same_bits(model, expected)
-
-
 def three_rounds(server, network):
     """(the strategy, [(the average, the next arrays)]) of rounds in which a client sends 10 r."""
     strategy = Average(

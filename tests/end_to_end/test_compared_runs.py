@@ -16,7 +16,6 @@ from client_app.methods import method_of
 from client_app.process_cache import ProcessCache
 from client_app.samples import Samples
 from client_app.setup import dataset_spec_of, model_for, open_source, pixels_of
-from client_app.state import StateFolder
 from protocol.array_records import tensors
 from protocol.config import resolve_config
 from server_app.checks import config_warnings
@@ -195,25 +194,6 @@ def test_fedacg_with_another_loss_sends_wh_and_judges_w(monkeypatch):
 # --- what is kept ---------------------------------------------------------------------------------
 
 
-def test_scaffolds_c_is_the_mean_of_all_c_i_after_every_round(monkeypatch):
-    seen, save = [], RunDirectory.save_checkpoint
-
-    def checked(self, point, model):
-        save(self, point, model)
-        c = {k[4:]: v for k, v in point.state.items() if k.startswith("own/")}
-        folders = [StateFolder(self.path / "clients" / name) for name in CLIENTS]
-        kept = [folder.load(point.round + 1).get("control", {}) for folder in folders]
-        for name, array in c.items():
-            mean = sum(k[name].double() for k in kept if k) / 3
-            torch.testing.assert_close(array.double(), mean, rtol=0, atol=1e-6)
-        seen.append((sum(map(bool, kept)), max(a.abs().max().item() for a in c.values())))
-
-    monkeypatch.setattr(RunDirectory, "save_checkpoint", checked)
-    run("scaffold", num_rounds=5, local_epochs=2, **{"scaffold.control-weighting": "uniform"})
-    assert [number for number, _ in seen] == [2, 3, 3, 3, 3]
-    assert min(largest for _, largest in seen) > 1e-3
-
-
 def test_fedbabus_heads_never_change():
     keys = {"momentum": 0.9, "weight_decay": 0.1}
     path = run("fedbabu", **keys)
@@ -343,16 +323,6 @@ def test_a_run_killed_in_its_third_round_ends_as_if_it_had_not_been(case, home, 
 def test_a_run_whose_schedule_depends_on_its_length_cannot_be_made_longer():
     with pytest.raises(ValueError, match="num-rounds"):
         run_inline({"resume": str(run("fedproc")), "num-rounds": 4}, num_clients=3)
-
-
-def test_a_client_without_some_classes_takes_part_in_fedpac():
-    path = run("fedpac", partition="classes", classes_per_client=4, num_rounds=3)
-    for line in history_of(path):
-        assert line["left_out"] == {}
-        assert all(math.isfinite(v) for v in line["losses"].values())
-    _, state = checkpoint(path, 3)
-    assert state["own/is-known"].sum() > 4
-    assert all(a.isfinite().all() for a in state.values())
 
 
 # --- options that make no sense together ----------------------------------------------------------

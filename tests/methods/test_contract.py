@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 from client_fixtures import (
-    NUM_CLASSES,
-    SHAPE,
     assert_same_bits,
     differ,
     initial,
     make_config,
-    make_round,
     subject_of,
     train,
 )
@@ -22,10 +19,9 @@ from method_fixtures import METHODS
 import client_app.objective
 import strategies
 from client_app.methods import method_of
-from client_app.setup import build_network
 from keel.method_checks import CHECKS
 from keel.method_subject import NotApplicable
-from strategies import Average, server_half, strategy_for
+from strategies import Average, server_half
 
 each_method = pytest.mark.parametrize("name", METHODS)
 WITH_RUNS = {  # of whole runs: those of tests/end_to_end are of one method
@@ -59,29 +55,6 @@ def test_the_server_half_is_its_own_file_or_the_average(name):
     own = Path(strategies.__file__).parent / f"{name.replace('-', '_')}.py"
     assert own.is_file() == METHODS[name].has_own_server_half
     assert (server_half(name) is Average) != own.is_file()
-
-
-@each_method
-def test_a_round_returns_what_the_server_half_expects(name):
-    """Also where an evaluation left the network frozen."""
-    config = make_config(method=name, batch_size=16)
-    strategy = strategy_for(config, build_network(config, SHAPE, NUM_CLASSES))
-    initial = strategy.initial_arrays(build_network(config, SHAPE, NUM_CLASSES))
-    ctx = make_round(config, received=initial, extra=strategy.extra())
-    ctx.model.eval().requires_grad_(False)
-    update = method_of(config).train(ctx)
-    for sent, expected in (
-        (update.arrays, strategy.expected(initial)),
-        (update.extra, strategy.expected_extra()),
-    ):
-        assert {k: (a.shape, a.dtype) for k, a in sent.items()} == {
-            k: (a.shape, a.dtype) for k, a in expected.items()
-        }
-        assert all(array.isfinite().all() for array in sent.values())
-    for arrays in (update.arrays, update.extra, *update.state.values()):
-        assert not any(array.requires_grad for array in arrays.values())
-    assert update.num_steps > 0
-    assert update.terms
 
 
 LIMITS = [

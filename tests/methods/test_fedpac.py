@@ -118,16 +118,6 @@ def test_a_fedpac_round_is_head_then_body_towards_the_prototypes(known):
     assert update.num_steps == 2
 
 
-def test_a_client_that_is_first_sampled_after_round_1_has_the_initial_head():
-    """It is sent the prototypes, and no head: the server has mixed none for it."""
-    config = pac()
-    body = body_part(initial(config, seed=5))
-    extra = {"prototypes": torch.ones(3, 84), "is-known": torch.ones(3)}
-    now = make_round(config, number=2, received=body, extra=extra)
-    model = method_of(config).personal_model(now, {})
-    assert_same_bits(model.state_dict(), initial(config) | body)
-
-
 def programme(i, h, v):
     """diag(v) + G_i, entry by entry."""
     m = len(v)

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 
 import client_app.methods
-from client_app.method import Method
 from client_app.methods import documentation, method_class
 from protocol import catalogue
 from protocol.catalogue import classes, method_names
@@ -59,16 +58,6 @@ def test_an_error_of_a_file_is_one_line_with_its_place(folder, line):
     with pytest.raises(ValueError, match=r"mine_bad\.py:2: ") as refused:
         method_class("mine-bad")
     assert "\n" not in str(refused.value)
-
-
-def test_a_method_that_overrides_nothing_says_what_to_override():
-    @dataclasses.dataclass(frozen=True)
-    class Empty(Method):
-        """Nothing."""
-
-    with pytest.raises(NotImplementedError) as error:
-        Empty().train(None)
-    assert "`train`" in str(error.value)
 
 
 def test_a_server_half_that_is_missing_is_refused(monkeypatch):

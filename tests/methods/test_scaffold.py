@@ -18,11 +18,9 @@ from torch import nn
 
 from client_app.methods import method_of
 from client_app.methods.scaffold import Scaffold
-from client_app.objective import LocalObjective
 from client_app.samples import Step
 from client_app.setup import build_network
 from protocol.messages import TrainReply
-from strategies.average import Average
 from strategies.scaffold import ScaffoldServer
 
 # --- clients with one parameter and a quadratic loss ----------------------------------------------
@@ -54,18 +52,12 @@ class QuadraticScaffold(Scaffold):
         return quadratic(batch)
 
 
-class QuadraticFedAvg(LocalObjective):
-    def supervised(self, batch):
-        return quadratic(batch)
-
-
 class Federation:
     """Real server and client halves on quadratic clients [(a_i, b_i), ...], one batch an epoch."""
 
     def __init__(
         self,
         clients,
-        method="scaffold",
         form="corrected",
         lr_global=1.0,
         sizes=None,
@@ -78,19 +70,16 @@ class Federation:
         options = {"scaffold__momentum_form": form, "scaffold__lr_global": lr_global}
         options["scaffold__control_weighting"] = control_weighting
         weighting = {"weighting": "examples" if sizes else "uniform"}
-        self.config = make_config(method=method, **base | options | weighting | train)
-        self.is_scaffold = method == "scaffold"
+        self.config = make_config(method="scaffold", **base | options | weighting | train)
         model = Number()
-        self.server = (ScaffoldServer if self.is_scaffold else Average)(self.config, model)
+        self.server = ScaffoldServer(self.config, model)
         self.server.roster = {
             i: SimpleNamespace(client=str(i), num_examples=n) for i, n in enumerate(self.sizes)
         }
         self.server.partition_sizes = {str(i): n for i, n in enumerate(self.sizes)}
-        self.objective = QuadraticFedAvg()
-        if self.is_scaffold:
-            self.objective = QuadraticScaffold(
-                lr_global=lr_global, momentum_form=form, control_weighting=control_weighting
-            )
+        self.objective = QuadraticScaffold(
+            lr_global=lr_global, momentum_form=form, control_weighting=control_weighting
+        )
         self.w = {"theta": torch.zeros(1, dtype=torch.float64)}
         self.kept, self.counted, self.round = {}, {}, 0
 
@@ -165,13 +154,10 @@ OPTIMUM = 2.4
 @pytest.mark.parametrize(
     ("form", "momentum"), [("corrected", 0.0), ("corrected", 0.5), ("niid-bench", 0.0)]
 )
-def test_it_reaches_the_joint_optimum_where_fedavg_stops_beside_it(form, momentum):
+def test_it_reaches_the_joint_optimum(form, momentum):
     scaffold = Federation(APART, form=form, momentum=momentum)
-    fedavg = Federation(APART, method="fedavg", momentum=momentum)
     for _ in range(40):
         scaffold.play()
-        fedavg.play()
-    assert abs(fedavg.theta - OPTIMUM) > 0.1
     assert scaffold.theta == pytest.approx(OPTIMUM, abs=1e-6)
     assert scaffold.c == pytest.approx(0, abs=1e-6)  # the mean gradient there
     for client, (a, b) in enumerate(APART):
