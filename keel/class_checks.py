@@ -3,11 +3,11 @@
 import inspect
 from collections.abc import Iterator
 from dataclasses import Field, fields
-from typing import Any
+from typing import Any, get_type_hints
 
 from client_app.method import Method
 from protocol.code import place_of
-from protocol.options import Constraint, did_you_mean, type_names, types_of
+from protocol.options import Constraint, did_you_mean, type_names
 
 FLAG_CHOICES = {
     "default_weighting": ("examples", "uniform"),
@@ -27,7 +27,7 @@ def declaration_problems(cls: type[Method]) -> Iterator[str]:
     if any(isinstance(value, Field) for value in vars(cls).values()):
         yield f"{name} lacks @dataclass(frozen=True): it would not have its options"
         return
-    types = types_of(cls)
+    types = get_type_hints(cls)
     for field in fields(cls):
         constraint = field.metadata.get("constraint")
         if not isinstance(constraint, Constraint) or types[field.name] not in type_names:

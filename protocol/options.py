@@ -180,15 +180,9 @@ def keys_of(cls: type) -> list[str]:
 
 
 @functools.cache
-def types_of(cls: type) -> dict[str, Any]:
-    """The types of an options dataclass by field."""
-    return typing.get_type_hints(cls)
-
-
-@functools.cache
 def _columns(cls: type) -> list[tuple[str, str, Any, Constraint]]:
     """(field, key, type, constraint) of each field; recipes parse thousands of configs."""
-    types = types_of(cls)
+    types = typing.get_type_hints(cls)
     columns = dataclasses.fields(cls)
     return [(f.name, key_of(f), types[f.name], f.metadata["constraint"]) for f in columns]
 
