@@ -8,7 +8,6 @@ the names of the newest client states and checkpoint, and the end of the audit l
 information: keel (version and commit), machines, workers. `keel experiments verify` reads it.
 """
 
-import hashlib
 import json
 import logging
 import platform
@@ -21,11 +20,11 @@ from typing import Any
 import torch
 
 from client_app.machine import machine, package_versions, processors
-from client_app.setup import client_indices, device_for
+from client_app.setup import device_for
 from protocol.code import code_version, sources_digest
 from protocol.config import RunConfig, app_folder, keel_version
 from protocol.files import digest, write_atomically
-from protocol.messages import MachineReport, RosterEntry
+from protocol.messages import MachineReport
 from server_app.audit import audit_end
 from server_app.run_reader import (
     CLIENTS_FILE,
@@ -64,24 +63,6 @@ def commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:  # no git
         return ""
-
-
-def split_digest(config: RunConfig, roster: Sequence[RosterEntry]) -> str:
-    """A digest of the split: label counts and, in simulation, every sample's index.
-
-    Where label counts are withheld: the numbers of samples.
-    """
-    clients = sorted(roster, key=lambda entry: entry.client)
-    counts = [
-        [e.client, e.label_counts or e.num_train, e.test_label_counts or e.num_test]
-        for e in clients
-    ]
-    hashed = hashlib.sha256(json.dumps(counts).encode())
-    if all(entry.num_partitions for entry in clients):
-        for partition in range(len(clients)):
-            for part in client_indices(config, partition, len(clients)):
-                hashed.update(part.astype("<i8").tobytes())
-    return hashed.hexdigest()[:16]
 
 
 def check_same_data(directory: Path, config: RunConfig, data: str, split: str) -> None:

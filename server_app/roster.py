@@ -10,14 +10,18 @@ from pathlib import Path
 import numpy as np
 
 from client_app.methods import method_of
-from client_app.setup import client_indices, model_for, representation_width
+from client_app.setup import (
+    client_indices,
+    model_for,
+    representation_width,
+    split_over_clients,
+)
 from data.sources import Source
 from protocol.catalogue import classes, method_names
 from protocol.config import RunConfig
-from protocol.files import write_atomically
+from protocol.files import digest, write_atomically
 from protocol.messages import RosterEntry, roster_entry
 from protocol.text import num_of, shortened
-from server_app.manifest import split_digest
 from server_app.run_reader import DAMAGE
 from server_app.simulated_roster import MAX_LISTED, SimulatedRoster, TrainSizes
 from strategies.sampling import name_of
@@ -71,7 +75,7 @@ def clients_of(config: RunConfig, roster: Mapping[int, RosterEntry]) -> Clients:
             are_simulated=True,
             sizes=TrainSizes(roster),
             shown=shown,
-            split=roster.digest() if len(roster) > MAX_LISTED else split_digest(config, shown),
+            split=split_digest(config, shown),
         )
     entries = list(roster.values())
     are_simulated = any(entry.num_partitions for entry in entries)  # sites of a trial
@@ -83,6 +87,21 @@ def clients_of(config: RunConfig, roster: Mapping[int, RosterEntry]) -> Clients:
         shown=entries,
         split=split_digest(config, entries),
     )
+
+
+def split_digest(config: RunConfig, entries: Sequence[RosterEntry]) -> str:
+    """A digest of the split: of simulated clients every sample's, of sites their label counts.
+
+    Where label counts are withheld: the numbers of samples.
+    """
+    if num_clients := entries[0].num_partitions:
+        parts = split_over_clients(config, num_clients).digest()
+        return digest(f"{parts} {config.data.local_test_fraction}".encode())
+    counts = [
+        [e.client, e.label_counts or e.num_train, e.test_label_counts or e.num_test]
+        for e in sorted(entries, key=lambda entry: entry.client)
+    ]
+    return digest(json.dumps(counts).encode())
 
 
 def roster_warnings(config: RunConfig, clients: Clients) -> list[str]:

@@ -16,7 +16,6 @@ from client_app.node_config import own_architecture
 from client_app.setup import client_indices, model_for, representation_width, split_over_clients
 from data.sources import Source
 from protocol.config import RunConfig
-from protocol.files import digest
 from protocol.messages import RosterEntry
 from strategies.sampling import FIRST_NODE, ClientNames, name_of
 
@@ -79,21 +78,16 @@ class SimulatedRoster(Mapping[int, RosterEntry]):
         total = self.parts.sizes
         num_test = np.zeros_like(total)
         if self.config.data.local_test_fraction:
-            owners, of_class = self._test_samples_of_classes(self.config.data.local_test_fraction)
+            num_classes = self.source.num_classes
+            labels = np.asarray(self.source.train.labels)[self.parts.indices]
+            owners = np.repeat(np.arange(self.num_clients), total)
+            pairs, counts = np.unique(owners * num_classes + labels, return_counts=True)
+            # of each class of a client, as `split_local_test` takes them
+            of_class = np.rint(self.config.data.local_test_fraction * counts)
+            of_class = np.minimum(np.maximum(of_class, 1), counts - 1)
+            owners = pairs // num_classes
             num_test = np.bincount(owners, of_class, self.num_clients).astype(np.int64)
         return np.stack([total - num_test, num_test], axis=1)
-
-    def _test_samples_of_classes(self, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-        """(the client's number, local test samples) of each class that a client has, [P] each.
-
-        As many test samples as `split_local_test` takes.
-        """
-        num_classes = self.source.num_classes
-        labels = np.asarray(self.source.train.labels)[self.parts.indices]
-        owners = np.repeat(np.arange(self.num_clients), self.parts.sizes)
-        pairs, counts = np.unique(owners * num_classes + labels, return_counts=True)
-        num_test = np.minimum(np.maximum(np.rint(fraction * counts), 1), counts - 1)
-        return pairs // num_classes, num_test
 
     @property
     def num_train(self) -> int:
@@ -104,11 +98,6 @@ class SimulatedRoster(Mapping[int, RosterEntry]):
         """All entries; of more than `MAX_LISTED` clients the first thousand."""
         num = len(self) if len(self) <= MAX_LISTED else NUM_SHOWN
         return [self[node] for node in itertools.islice(self, num)]
-
-    def digest(self) -> str:
-        """A digest of the split: every client's samples, and how local test parts are chosen."""
-        parts = (array.astype("<i8") for array in (self.parts.ends, self.parts.indices))
-        return digest(f"{self.config.data.local_test_fraction}".encode(), *parts)
 
 
 class TrainSizes(Mapping[str, int]):

@@ -74,14 +74,17 @@ def plot_models(numbers: Numbers, title: str, folder: Path) -> None:
 
     def draw(axes: Axes, name: str) -> None:
         about = numbers[name]
-        each = known(about.get("clients", {}))
+        values = about.get("clients", {}).items()
+        each = {c: v for c, v in values if v is not None and math.isfinite(v)}
         axes.plot(range(len(each)), list(each.values()), "o", ms=4, label="each model")
         if about.get("mean") is not None:
             axes.axhline(about["mean"], lw=1, label="mean of them")
         if about.get("global") is not None:
             axes.axhline(about["global"], color="black", ls="--", lw=1, label="global model")
         axes.set_xlabel("model")
-        labels = [shortened(name) for name in each] if len(each) <= 20 else []
+        # a client's name without `client-`; a file's name without directories and suffix
+        stems = [Path(name).stem.removeprefix("client-")[:16] for name in each]
+        labels = stems if len(each) <= 20 else []
         axes.set_xticks(range(len(labels)), labels, rotation=90, size=7)
 
     plot_panels([numbers], draw, title, folder / "features.png")
@@ -142,13 +145,3 @@ def plot_panels(everything: Sequence[Numbers], draw: Any, title: str, path: Path
     for axes in panels[len(names) :]:
         axes.set_axis_off()
     save_png(figure, path)
-
-
-def known(each: Mapping[str, float | None]) -> dict[str, float]:
-    """The finite values, by client."""
-    return {c: v for c, v in each.items() if v is not None and math.isfinite(v)}
-
-
-def shortened(name: str) -> str:
-    """A client's name without `client-`; a file's name without directories and suffix."""
-    return Path(name).stem.removeprefix("client-")[:16]

@@ -12,7 +12,8 @@ from keel.experiments.runs import machines_of, precision_of
 from keel.experiments.verify import differing_versions, round_check
 from protocol.code import SERVER_PACKAGES, code_digest, run_by_worker, sources_digest
 from protocol.config import app_folder, resolve_config
-from server_app.manifest import begin_manifest, note_round, split_digest
+from server_app.manifest import begin_manifest, note_round
+from server_app.roster import split_digest
 from server_app.run_reader import RunReader
 
 keys = {"source": "digits", "model": "cnn-fedreco", "num-clients": 4}
