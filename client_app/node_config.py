@@ -111,13 +111,10 @@ def labels_in_run(own: Source, class_names: Sequence[str]) -> np.ndarray:
     names = list(class_names)
     if own.name.startswith("npz:") and not set(own.class_names) & set(names):
         names = [str(label) for label in range(len(names))]
-    exact: dict[str, int] = {}
-    composed: dict[str, int] = {}
-    for label, name in enumerate(names):  # of equal names the first counts
-        exact.setdefault(name, label)
-        composed.setdefault(_composed(name), label)
-    label_of = composed | exact
-    labels = [label_of.get(name, label_of.get(_composed(name))) for name in own.class_names]
+    label_of: dict[str, int] = {}
+    for label, name in enumerate(names):
+        label_of.setdefault(_composed(name), label)  # of equal names the first counts
+    labels = [label_of.get(_composed(name)) for name in own.class_names]
     if None in labels:
         unknown = own.class_names[labels.index(None)]
         raise ValueError(f"its own data has the class {unknown!r}, the run has {', '.join(names)}")

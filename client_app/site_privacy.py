@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from client_app.methods import method_of
@@ -71,14 +70,7 @@ def site_limits() -> SiteLimits:
     limit: ignoring it would lift the limit.
     """
     prefix = "keel_privacy"
-    found = {(k, v) for k, v in os.environ.items() if v and k.lower().startswith(prefix)}
-    return limits_of(frozenset(found))
-
-
-@lru_cache(maxsize=4)  # each message needs them
-def limits_of(found: frozenset[tuple[str, str]]) -> SiteLimits:
-    """`site_limits` from the variables and their values."""
-    stated = dict(found)
+    stated = {k: v for k, v in os.environ.items() if v and k.lower().startswith(prefix)}
     for name in stated:
         if name not in VARIABLES:
             raise PrivacyRefused(
@@ -94,14 +86,13 @@ def limits_of(found: frozenset[tuple[str, str]]) -> SiteLimits:
     metrics = stated.get(METRICS, "withheld")
     if metrics not in ("withheld", "exact"):
         raise PrivacyRefused(f"{METRICS} = {metrics!r}: expected withheld or exact")
-    is_set = bool(stated) and stated != {METRICS: "exact"}
     return SiteLimits(
         min_noise_multiplier=numbers[MIN_NOISE],
         max_clip_norm=numbers[MAX_CLIP],
         budget_epsilon=numbers[BUDGET],
         budget_delta=numbers[BUDGET_DELTA],
         allows_exact_metrics=metrics == "exact",
-        is_set=is_set,
+        is_set=bool(stated) and stated != {METRICS: "exact"},
     )
 
 

@@ -77,7 +77,7 @@ class StateFolder:
         the newest intact version, or without state; the round that follows renames the file, and
         may be trained again.
         """
-        versions = self._versions()
+        versions = versions_in(self.folder)
         newest = versions[-1][0] if versions else 0
         if newest and self._is_of_another_run():
             self._refuse_unless_allowed(
@@ -145,7 +145,7 @@ class StateFolder:
             for path in sorted(self.folder.iterdir()):
                 if version_name.fullmatch(path.name) or reset_record.fullmatch(path.name):
                     path.rename(path.with_suffix(".set-aside"))
-        replaced = [(r, path) for r, path in self._versions() if r >= round_]
+        replaced = [(r, path) for r, path in versions_in(self.folder) if r >= round_]
         if any(r > round_ and path not in self._newer for r, path in replaced):
             raise ValueError(
                 f"round {round_} is over, and this client has since trained in round "
@@ -180,7 +180,7 @@ class StateFolder:
         always stay: a round may be requested again, and the newest version may belong to the next
         checkpoint.
         """
-        versions = self._versions()
+        versions = versions_in(self.folder)
         needed = versions[-2:]
         for checkpoint in checkpoint_rounds:
             needed += [version for version in versions if version[0] <= checkpoint][-1:]
@@ -199,9 +199,6 @@ class StateFolder:
         """The last round that followed a reset, by the files it left; 0 if there was none."""
         found = (reset_record.fullmatch(path.name) for path in self.folder.glob("*-*"))
         return max((int(match[1]) for match in found if match), default=0)
-
-    def _versions(self) -> list[tuple[int, Path]]:
-        return versions_in(self.folder)
 
 
 def versions_in(folder: Path) -> list[tuple[int, Path]]:

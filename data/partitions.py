@@ -26,16 +26,7 @@ class Parts:
     """Each client's sorted indices in two arrays, which also hold a million clients."""
 
     def __init__(self, indices: np.ndarray, owners: np.ndarray, num_clients: int) -> None:
-        """owners [n]: the client that holds each of `indices` [n].
-
-        ValueError for owners that are not whole numbers from 0, one for each index.
-        """
-        smallest = owners.min(initial=0)
-        if owners.shape != indices.shape or owners.dtype.kind not in "iu" or smallest < 0:
-            raise ValueError(
-                f"Parts: expected {len(indices)} owners, for each index the number of its client, "
-                f"from 0: found {len(owners)} of {owners.dtype}, the smallest {smallest:g}"
-            )
+        """owners [n]: the client that holds each of `indices` [n]."""
         self.indices = indices[np.lexsort((indices, owners))].astype(np.int64, copy=False)
         sizes = np.bincount(owners, minlength=num_clients)
         self.ends = np.concatenate([[0], np.cumsum(sizes)])  # [N + 1]
@@ -304,7 +295,7 @@ def partition_indices(
     place = f"partition = {name!r}: {place_of(partition)}"
     try:
         parts = partition(labels, num_clients, seed=seed, **chosen)
-    except ValueError:  # its text already says what is wrong
+    except ConfigError:
         raise
     except Exception as error:
         raise ValueError(f"{place}: {type(error).__name__}: {error}") from error

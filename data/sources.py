@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import sys
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ from data.decoding import (
     one_line,
     own_channels,
 )
-from data.readers import READERS, Reader
+from data.readers import READERS, PublishedSizes, Reader
 from protocol.files import naming
 from protocol.models import IMAGE_SIZES
 from protocol.source_spec import parse_source
@@ -67,40 +67,14 @@ class Source:
         return channels, height, width
 
 
-@dataclass(frozen=True)
-class SourceInfo:
-    """A source's published sizes; None for the user's own files."""
-
-    name: str
-    description: str
-    num_train: int | None = None
-    num_test: int | None = None
-    num_classes: int | None = None
-    image_shape: tuple[int, int, int] | None = None  # (channels, height, width)
-
-
-def list_sources() -> list[SourceInfo]:
-    """Every source with its published sizes, without looking at any file."""
-    return [
-        SourceInfo(
-            name, reader.description, *(astuple(reader.published) if reader.published else ())
-        )
-        for name, reader in READERS.items()
-    ]
-
-
-def published_size(spec: str, image_size: int = 0, channels: int = 0) -> SourceInfo | None:
+def published_size(spec: str, image_size: int = 0, channels: int = 0) -> PublishedSizes | None:
     """The sizes of what `load_source` returns for these arguments; None for a user's own files."""
-    reader = READERS[parse_source(spec)[0]]
-    if reader.published is None:
+    sizes = READERS[parse_source(spec)[0]].published
+    if sizes is None:
         return None
-    sizes = reader.published
     own, height, width = sizes.image_shape
     width, height = decoded_size((width, height), image_size)
-    shape = (channels or own, height, width)
-    return SourceInfo(
-        spec, reader.description, sizes.num_train, sizes.num_test, sizes.num_classes, shape
-    )
+    return replace(sizes, image_shape=(channels or own, height, width))
 
 
 def load_source(

@@ -14,8 +14,7 @@ from models.resnet import resnet18, resnet20, resnet50
 from models.shufflenet import shufflenet
 from models.squeezenet import squeezenet
 from models.staged import Stage, StagedModel, Trunk
-from protocol.models import IMAGE_SIZES, MODELS
-from protocol.options import ConfigError
+from protocol.models import MODELS
 
 PROJECTION_TAILS: dict[str, Callable[[], nn.Module]] = {
     "mlp": nn.Identity,  # MOON
@@ -67,7 +66,6 @@ def build_model(
     "mlp-normalised" scales these to unit length; "gaussian" (FedCR) is one layer to 512, of which
     the classifier reads the first half. "none" adds one to resnet50 alone, "mlp".
     """
-    _check_input(name, channels, image_size, num_classes)
     spec = MODELS[name]
     spec.check(name, norm, width)
 
@@ -97,24 +95,6 @@ def build_model(
             if init:
                 fan_in_(model.projection_heads)
     return model
-
-
-def _check_input(name: str, channels: int, image_size: int, num_classes: int) -> None:
-    """ConfigError for a model that does not exist, or images and classes that none takes."""
-    if name not in MODELS:
-        raise ConfigError("model", f"model = {name!r}: expected one of {', '.join(MODELS)}")
-    if channels not in (1, 3):
-        raise ConfigError(
-            "channels", f"channels = {channels!r}: {name} takes images of 1 or 3 channels"
-        )
-    if image_size not in IMAGE_SIZES:
-        raise ConfigError(
-            "image-size", f"image-size = {image_size!r}: {name} takes squares of 28 to 64 pixels"
-        )
-    if num_classes < 2:
-        raise ConfigError(
-            "num-classes", f"num-classes = {num_classes!r}: a classifier needs at least 2 classes"
-        )
 
 
 def _projected(trunk: Trunk, tail: nn.Module) -> Trunk:

@@ -116,7 +116,7 @@ class TrainConfig:
     weight_decay: float = option(at_least(0), "weight decay of SGD")
     clip_norm: float = option(at_least(0), "the gradient's norm is clipped to this; 0: no clipping")
     device: str = option(
-        matching(r"auto|(cpu|cuda|mps|xpu)(:\d+)?", "auto, cpu, cuda or cuda:N"),
+        matching(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N"),
         "auto: cuda if there is a GPU, else cpu; cuda:N: that GPU (not with --engine flower)",
     )
     threads: int = option(

@@ -8,12 +8,12 @@ import pytest
 from data_fixtures import rejected
 
 from data import sources
-from data.sources import list_sources
+from data.readers import READERS
 from protocol.source_spec import SOURCE_NAMES
 
 
 def test_every_source_name_has_a_reader():
-    assert tuple(info.name for info in list_sources()) == SOURCE_NAMES
+    assert tuple(READERS) == SOURCE_NAMES
 
 
 @pytest.mark.end_to_end

@@ -306,11 +306,6 @@ def test_tap_heads_take_every_layer_to_256(name):
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ({"name": "resnet19"}, "model"),
-        ({"channels": 2}, "channels"),
-        ({"image_size": 27}, "image-size"),
-        ({"image_size": 65}, "image-size"),
-        ({"num_classes": 1}, "num-classes"),
         ({"norm": "layer"}, "norm"),
         ({"name": "cnn-fedcka", "norm": "batch"}, "norm"),
         ({"name": "cnn-fedcka", "width": 8}, "width"),

@@ -327,21 +327,22 @@ def datasets(
     ] = 0,
 ) -> None:
     """List the data sets, or show one: its classes and pixel statistics."""
-    from data.sources import list_sources, load_source
+    from data.readers import READERS
+    from data.sources import load_source
 
     resolve_config({"image-size": image_size})
     data_dir, cache_dir = keel_home() / "data", keel_home() / "cache"
     rows = {
-        info.name: {
-            "name": info.name,
-            "train": info.num_train,
-            "test": info.num_test,
-            "classes": info.num_classes,
-            "shape": info.image_shape and list(info.image_shape),
-            "description": info.description,
-            "here": availability(info.name, data_dir, cache_dir),
+        each: {
+            "name": each,
+            "train": reader.published and reader.published.num_train,
+            "test": reader.published and reader.published.num_test,
+            "classes": reader.published and reader.published.num_classes,
+            "shape": reader.published and list(reader.published.image_shape),
+            "description": reader.description,
+            "here": availability(each, data_dir, cache_dir),
         }
-        for info in list_sources()
+        for each, reader in READERS.items()
     }
     if name is None:
         caption = f"data-dir is {data_dir} by default."

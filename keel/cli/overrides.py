@@ -105,7 +105,7 @@ def check_simulated(config: RunConfig, num_clients: int) -> None:
     check_trackers(rounds)
     rounds.check_cohort(max(1, round(rounds.fraction_train * num_clients)))
     size = data_size(config)
-    if size and size.num_train and size.num_classes:
+    if size:
         if data.data_fraction < 1:
             check_share(data, size.num_train, size.num_classes, num_clients)
         match data.partition:

@@ -2,7 +2,7 @@
 
 import shlex
 
-from data.sources import SourceInfo
+from data.readers import PublishedSizes
 from keel.cli.engines import Job, with_num_clients
 from keel.cli.sizes import data_size, parameter_count
 from keel.deployment.superlink import run_config
@@ -56,24 +56,24 @@ def options_text(config: RunConfig, table: str) -> str:
     return f" ({', '.join(shown)})" if shown else ""
 
 
-def data_text(data: DataConfig, size: SourceInfo | None) -> str:
+def data_text(data: DataConfig, size: PublishedSizes | None) -> str:
     """The source, its size and shape if they are known, and the partition."""
-    if size and size.image_shape and size.num_train and size.num_test and size.num_classes:
+    if size:
         numbers = size.num_train, size.num_test, size.image_shape, size.num_classes
         text = f"{data.source}: {size_of_data(*numbers)}"
     else:
         text = f"{data.source}: sizes are shown once it is read"
     if data.data_fraction < 1:
         text += f"; data-fraction {data.data_fraction:g}"
-        if size and size.num_train:
-            num = max(size.num_classes or 1, round(data.data_fraction * size.num_train))
+        if size:
+            num = max(size.num_classes, round(data.data_fraction * size.num_train))
             text += f", about {num:,} of the training images"
     keys = PARTITION_KEYS.get(data.partition, ())
     options = "".join(f", {key} {getattr(data, key.replace('-', '_'))}" for key in keys)
     return f"{text}; partition {data.partition}{options}"
 
 
-def model_text(config: RunConfig, size: SourceInfo | None) -> str:
+def model_text(config: RunConfig, size: PublishedSizes | None) -> str:
     """The model, or all models of the clients, with parameter counts where they are known."""
     texts = []
     for name in config.client_models or [config.model.model]:

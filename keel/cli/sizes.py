@@ -9,7 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from data.sources import SourceInfo, published_size
+from data.readers import PublishedSizes
+from data.sources import published_size
 from protocol.config import RunConfig, default_config
 from protocol.models import MODELS
 from protocol.options import ConfigError
@@ -27,7 +28,7 @@ def stored_sizes() -> Sizes:
     return sizes
 
 
-def data_size(config: RunConfig) -> SourceInfo | None:
+def data_size(config: RunConfig) -> PublishedSizes | None:
     """The size of the run's data as the model sees it; None for the user's own files."""
     name, data = config.data.source, config.data
     _, path = parse_source(name)
@@ -39,13 +40,13 @@ def data_size(config: RunConfig) -> SourceInfo | None:
     )
 
 
-def parameter_count(config: RunConfig, data: SourceInfo, model: str = "") -> int | None:
+def parameter_count(config: RunConfig, data: PublishedSizes, model: str = "") -> int | None:
     """Parameters of the run's model (or `model`) on this data; None if not known before the run.
 
     The count is linear in the number of classes, so it is stored as its value at 0 and its slope.
     """
     width = f"{config.rounds.method}.projection-width"
-    if data.image_shape is None or config.flat.get(width) != default_config().get(width):
+    if config.flat.get(width) != default_config().get(width):
         return None
     sizes, method = stored_sizes(), config.rounds.method
     addition = config.flat.get(f"{method}.projection") or sizes["methods"].get(method, "none")
