@@ -250,6 +250,8 @@ def read_checkpoint(path: Path, expected: Arrays) -> Checkpoint:
     )
     if wrong := mismatch(arrays, expected, with_values=False):
         raise ValueError(f"{path} is a checkpoint of another model than the run's: {wrong}")
+    # a file has them in another order, on which the last bits of a norm over all arrays depend
+    arrays = {name: arrays[name] for name in expected}
     return Checkpoint(int(metadata["round"]), arrays, state)
 
 

@@ -181,6 +181,13 @@ def test_the_newest_two_checkpoints_stay_and_the_newest_intact_one_is_read(direc
         directory.newest_checkpoint(expected.arrays)
 
 
+def test_a_checkpoint_has_its_arrays_in_the_order_of_the_run(directory):
+    arrays = {"weight": torch.ones(2), "bias": torch.zeros(2)}
+    directory.save_checkpoint(Checkpoint(1, arrays, {}))
+    directory.record(LINE | {"round": 1})
+    assert list(directory.newest_checkpoint(arrays).arrays) == ["weight", "bias"]
+
+
 def test_a_checkpoint_of_another_model_is_refused(directory):
     done(directory, 1)
     with pytest.raises(ValueError):
