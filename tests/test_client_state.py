@@ -231,17 +231,6 @@ def test_a_server_that_lost_its_place_is_refused_and_destroys_nothing(state):
     assert state.load(before_round=1) == {}  # round 1 again, as after a kill of the server
 
 
-@pytest.mark.parametrize("asked", [49, 50, 51])
-def test_a_resume_from_either_checkpoint_is_not_behind(state, asked):
-    """Checkpoints of rounds 48 to 50; the client has trained round 50 already."""
-    for n in (47, 48, 49, 50):
-        state.save(n, groups(n))
-    assert_is(state.load(asked, last_accepted_round=asked - 1), asked - 1)
-    state.save(asked, groups(asked))
-    assert rounds(state)[-1] == asked
-    assert not list(state.folder.glob("*.set-aside"))
-
-
 @pytest.mark.parametrize("other", ["second", ""])
 @pytest.mark.parametrize("asked", [1, 30])
 def test_another_run_of_the_same_name_is_refused_and_destroys_nothing(tmp_path, other, asked):

@@ -98,17 +98,3 @@ def test_no_step_waits_for_the_device(method, waits):
     assert waits.pop("trainings") >= 2
     assert waits.pop("steps") >= 2
     assert not waits
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"crop_padding": 2, "rotation": 9.0},
-        {"server_optimizer": "fedacg"},
-        {"precision": "bf16"},
-        {"cache_mb": 0},
-    ],
-)
-def test_no_step_waits_whatever_the_run(keys, waits):
-    train_two_rounds(subject_of("moon"), **keys)
-    assert waits.keys() == {"trainings", "steps"}
