@@ -25,6 +25,7 @@ from keel.experiments.tasks import RayTasks
 from keel.experiments.verify import checks
 from keel.runs import holders, is_locked
 from server_app.inline import run_inline
+from server_app.run_reader import RunReader
 
 pytestmark = pytest.mark.timeout(900)
 root = Path(__file__).parent.parent.parent
@@ -346,7 +347,7 @@ def test_a_click_on_a_heading_sorts_in_a_real_browser(swept, tmp_path):
 
 def wrong(folder: Path) -> list[str]:
     """What verify finds wrong, replaying two rounds."""
-    return [check.found for check in checks(folder, 2) if not check.passed]
+    return [check.found for check in checks(RunReader(folder), 2) if not check.passed]
 
 
 @pytest.fixture
