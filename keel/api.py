@@ -15,6 +15,7 @@ from keel.runs import SavedRun, find_run
 from protocol.code import is_installed
 from protocol.config import default_config, keel_version
 from protocol.options import CommandOptionError, OptionValue
+from server_app.run_reader import STARTING
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -72,8 +73,8 @@ class Run:
         return pandas.DataFrame(rows).set_index("round") if rows else pandas.DataFrame()
 
     def _read(self, found: Any) -> Any:
-        """`found`. ValueError if it is empty because the directory no longer exists."""
-        if not found and not self.directory.exists():
+        """`found`. ValueError if nothing was there because the directory no longer exists."""
+        if found in ([], STARTING) and not self.directory.exists():
             raise ValueError(
                 f"{self.directory} does not exist: it was moved or deleted; load the run from its "
                 "new path, if there is one"

@@ -39,6 +39,7 @@ CONFIG_FILE, MANIFEST_FILE, SUMMARY_FILE = "config.json", "manifest.json", "summ
 CLIENTS_FILE, AUDIT_FILE, ROSTER_FILE = "clients.jsonl", "audit.jsonl", "roster.json"
 LOG_FILE, LOCK_FILE, MODEL_FILE = "run.log", ".lock", "model.safetensors"
 CHECKPOINT = "round-[0-9]*-*.safetensors"  # or client state
+STARTING = {"status": "starting"}  # the summary of a run that has not written one
 # what reading JSON of another form raises
 DAMAGE = (ValueError, AttributeError, LookupError, TypeError, RecursionError)
 
@@ -110,7 +111,7 @@ class RunReader:
     def summary(self) -> dict[str, Any]:
         """summary.json as the run last wrote it; status "starting" if there is none yet."""
         path = self.directory / SUMMARY_FILE
-        found = read_object(path) if path.exists() else {"status": "starting"}
+        found = read_object(path) if path.exists() else dict(STARTING)
         if not isinstance(found.get("status"), str):
             raise ValueError(f"{path} is damaged: it has no status; {COPY}")
         return found
