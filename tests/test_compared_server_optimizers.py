@@ -1,4 +1,4 @@
-"""The weights of the papers, FedACG by hand, and every local objective under every server step."""
+"""The weights of the papers, and the client half of FedACG."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Names, sizes and `source` values, before anything is decoded."""
+"""Names and `source` values, before anything is decoded."""
 
 import subprocess
 import sys

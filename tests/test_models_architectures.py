@@ -1,4 +1,4 @@
-"""Each network against its paper: written out, against torchvision's, by layer arithmetic."""
+"""Each network against its paper: written out, or against torchvision's."""
 
 from importlib import import_module
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""The ServerApp as Flower calls it: overrides in, one line for a mistake, a bounded wait."""
+"""The ServerApp as Flower calls it: overrides in, one line for a mistake."""
 
 import logging
 from types import SimpleNamespace

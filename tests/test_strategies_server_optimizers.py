@@ -1,4 +1,4 @@
-"""The server's steps against hand-rolled ones in float64, Flower's own, and numbers on paper."""
+"""The steps of server optimizers against their equations by hand, in float64."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""One contract over all methods: their declarations, one round, limits, the checks of authors.
+"""One contract over all methods: their declarations, limits, and the checks of authors.
 
 Nothing here lists a method: a new file in client_app/methods is tested as it is added.
 """

@@ -1,4 +1,4 @@
-"""FedCKA against eq. (2) and (3) as printed, the invariances of CKA, and degenerate inputs."""
+"""FedCKA against eq. (2) and (3) as printed, and degenerate inputs."""
 
 import math
 import statistics

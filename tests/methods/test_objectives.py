@@ -1,4 +1,4 @@
-"""Local objectives where whole rounds of ordinary data do not lead: edges, first participations."""
+"""Local objectives where whole rounds do not lead: first participations, absent classes."""
 
 import pytest
 import torch
