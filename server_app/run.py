@@ -178,13 +178,12 @@ def evaluate(run: Run, number: int, arrays: Arrays, report: RoundReport, silent:
 
 
 def save_checkpoint(run: Run, checkpoint: Checkpoint) -> None:
-    """Write the checkpoint if one is due, and note the digests of the first rounds."""
+    """Note the digests of the first rounds, and write the checkpoint if one is due."""
     rounds, number = run.config.rounds, checkpoint.round
-    saved = ""
+    if number <= NUM_NOTED_ROUNDS:  # first: a round without checkpoint is repeated and noted again
+        note_round(run.directory.path, run.config, number, digest(*checkpoint.pieces()))
     if rounds.is_due(number, rounds.checkpoint_every):
-        saved = run.directory.save_checkpoint(checkpoint)
-    if number <= NUM_NOTED_ROUNDS:
-        note_round(run.directory.path, run.config, number, saved or digest(*checkpoint.pieces()))
+        run.directory.save_checkpoint(checkpoint)
 
 
 @contextmanager

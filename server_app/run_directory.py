@@ -141,8 +141,8 @@ class RunDirectory:
             keep_lines(path, last_round)
         return run.history[:last_round]
 
-    def save_checkpoint(self, checkpoint: Checkpoint) -> str:
-        """Write this round's checkpoint and delete all others except the one before; its digest.
+    def save_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Write this round's checkpoint and delete all others except the one before.
 
         A checkpoint that a resume skipped because it is damaged, or ahead of the history, is thus
         replaced when its round is repeated.
@@ -150,14 +150,12 @@ class RunDirectory:
         directory = self.path / "checkpoints"
         directory.mkdir(exist_ok=True)
         pieces = checkpoint.pieces()
-        content_digest = digest(*pieces)
-        name = f"round-{checkpoint.round:05d}-{content_digest}.safetensors"
+        name = f"round-{checkpoint.round:05d}-{digest(*pieces)}.safetensors"
         write_atomically(directory / name, *pieces)
         oldest = checkpoint.round - (NUM_CHECKPOINTS - 1) * self.checkpoint_interval
         for other in versions_in(directory):
             if other.name != name and not oldest <= round_of(other) < checkpoint.round:
                 other.unlink()
-        return content_digest
 
     def checkpoint_rounds(self) -> list[int]:
         """The rounds that a resume may begin after; [0] if there is no checkpoint."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from run_fixtures import assert_same_run, history_of, resume, same_bits
 
+import server_app.run
 import server_app.run_directory
 from protocol.config import resolve_config
 from server_app.manifest import begin_manifest
@@ -197,17 +198,17 @@ def test_a_checkpoint_of_another_model_is_refused(directory):
 # --- a kill ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", range(4))
+@pytest.mark.parametrize("step", range(5))
 def test_a_run_that_is_killed_anywhere_in_a_round_resumes_to_the_same_bits(
     run, tmp_path, monkeypatch, step: int
 ):
-    """Before each of the three steps that write round 2 of 3, and before round 3."""
+    """Before each of the four steps that write round 2 of 3, and before round 3."""
     keys = {"method": "fedintr", "num-rounds": 3}
     whole, steps = run(keys), list[str]()
 
     def dying(function):
         def call(*arguments):
-            if len(steps) == 3 + step:  # a round has three steps
+            if len(steps) == 4 + step:  # a round has four steps
                 raise SystemExit
             steps.append(function.__name__)
             return function(*arguments)
@@ -217,11 +218,16 @@ def test_a_run_that_is_killed_anywhere_in_a_round_resumes_to_the_same_bits(
     with monkeypatch.context() as patch:
         module = server_app.run_directory
         patch.setattr(module, "append_line", dying(module.append_line))
+        patch.setattr(server_app.run, "note_round", dying(server_app.run.note_round))
         patch.setattr(RunDirectory, "save_checkpoint", dying(RunDirectory.save_checkpoint))
         with pytest.raises(SystemExit):
             run(keys | {"run-name": "killed"})
-    assert steps[:3] == ["append_line", "append_line", "save_checkpoint"]
-    assert_same_run(whole, resume(tmp_path / "killed"))
+    assert steps[:4] == ["append_line", "append_line", "note_round", "save_checkpoint"]
+    resumed = resume(tmp_path / "killed")
+    assert_same_run(whole, resumed)
+    noted = [RunReader(each).manifest["rounds"] for each in (whole, resumed)]
+    assert noted[0].keys() == {"1", "2", "3"}
+    assert noted[1] == noted[0]
 
 
 def test_two_processes_cannot_open_one_directory(directory):
