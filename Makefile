@@ -47,7 +47,7 @@ check: $(READY)  ## style, types, architecture and unit tests: a minute on two c
 	@$(call checked,$(JOBS),-m 'not end_to_end and not slow and not deployment and not cluster' \
 	  --ignore-glob '*/end_to_end/*')
 
-test: $(READY)  ## check, end-to-end tests and a deployment on loopback: nine minutes on two cores
+test: $(READY)  ## check, end-to-end tests and a deployment on loopback
 	@$(call checked,$(WAITING_JOBS),-m 'not slow and not deployment and not cluster')
 
 test-all: test test-slow test-deployment test-cluster  ## all tests

@@ -22,6 +22,7 @@ if "flwr.server.superlink.fleet.vce.vce_api" in sys.modules and "ray" not in sys
     os.chdir(app_folder)
     if not os.environ.get("RAY_ADDRESS"):
         require_token()
+        os.environ["RAY_ADDRESS"] = "local"  # not a Ray that `ray start` has left on this machine
 
 
 def replied(message: Message, context: Context) -> Message:
