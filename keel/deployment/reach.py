@@ -10,8 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-from client_app.worker_client import worker_status
-
 timeout_s = 5.0
 
 
@@ -60,6 +58,8 @@ def main() -> int:
     try:
         match sys.argv[1:]:
             case [path]:
+                from client_app.worker_client import worker_status  # imports Flower
+
                 worker_status(path, timeout_s)
             case [address, ca]:
                 handshake(address, Path(ca))

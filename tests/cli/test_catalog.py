@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import fields
 
 import numpy as np
@@ -12,7 +10,6 @@ import pytest
 import keel.model_speed
 from client_app.methods import method_class
 from keel.cli import catalog
-from keel.cli.main import main
 from keel.cli.overrides import parse_overrides
 from keel.model_speed import build, input_of
 from protocol.catalogue import method_names
@@ -98,14 +95,6 @@ def test_the_readmes_table_is_current(printed):
     rows = re.findall(r"^\| `[a-z-]+`(?: \(personal\))? \|.*$", README.read_text(), re.M)
     assert rows
     assert [row for row in rows if row not in table] == []
-
-
-@pytest.mark.end_to_end
-def test_a_listing_imports_no_torch_once_traffic_is_known(printed):
-    assert main(["methods"]) == 0  # fills the cache
-    code = "import sys; from keel.cli.main import main; main(['methods'])"
-    code += "; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
 def test_every_key_of_the_config_is_listed_by_keys_or_by_its_method(printed):

@@ -24,7 +24,6 @@ LIGHT = {
     "run method=fedckaa": 2,
     "run mehtod=fedcka": 2,
     "run alpha=-1": 2,
-    "run method=fedrep": 2,
     "list": 0,
     "status": 2,
     "nonsense": 2,
