@@ -1,5 +1,6 @@
 """The code that a run is made with: digests of its sources, and torch's version. Needs no torch."""
 
+import importlib
 import inspect
 import traceback
 from collections.abc import Callable, Sequence
@@ -7,6 +8,7 @@ from functools import lru_cache, partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from protocol.catalogue import method_names, method_stem
@@ -89,3 +91,16 @@ def line_in_method(error: BaseException) -> str:
         is_method = is_half or path.parts[:2] == ("client_app", "methods")
         found = f" ({path.as_posix()}:{frame.lineno})" if is_method else ""
     return found
+
+
+def imported(name: str) -> ModuleType:
+    """A module that a user may have written. ValueError, with file and line, if it has an error."""
+    try:
+        return importlib.import_module(name)
+    except SyntaxError as error:
+        raise ValueError(f"{error.filename}:{error.lineno}: {error.msg}") from None
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if Path(f.filename).stem == name.rpartition(".")[2]]
+        place = f"{own[-1].filename}:{own[-1].lineno}" if own else name
+        raise ValueError(f"{place}: {type(error).__name__}: {error}") from error

@@ -3,21 +3,21 @@
 A server half of its own is in strategies/<name>.py.
 """
 
-import importlib
 import pkgutil
 from contextlib import suppress
 
 from models import StagedModel
 from protocol.catalogue import classes, method_stem
+from protocol.code import imported
 from protocol.config import RunConfig
 from strategies.average import Average
 
 
 def server_half(method: str) -> type[Average]:
-    """The class of a method's server half; ValueError if its own file does not define one."""
+    """The class of a method's server half; ValueError if its own file has an error or none."""
     if not classes[method].has_own_server_half:
         return Average
-    module = importlib.import_module(f"{__name__}.{method_stem(method)}")
+    module = imported(f"{__name__}.{method_stem(method)}")
     halves: list[type[Average]] = [
         value
         for value in vars(module).values()
@@ -55,7 +55,7 @@ def strategy_for(config: RunConfig, model: StagedModel) -> Average:
 # All of them now: a process that makes several runs records one digest of the sources for each, so
 # none of the code may be read later.
 for info in pkgutil.iter_modules(__path__):
-    with suppress(Exception):  # of a broken file, raised again where the method is used
-        importlib.import_module(f"{__name__}.{info.name}")
+    with suppress(ValueError):  # of a broken file, raised again where the method is used
+        imported(f"{__name__}.{info.name}")
 
 __all__ = ["Average", "server_half", "strategy_for"]

@@ -1,30 +1,14 @@
 """The client half of every method, by name: each file here defines one."""
 
-import importlib
 import sys
-import traceback
 from contextlib import suppress
 from functools import lru_cache
-from pathlib import Path
-from types import ModuleType
 
 from client_app.config_checks import check_method_config, check_tables
 from client_app.method import Method
 from protocol.catalogue import classes, method_names, method_stem
+from protocol.code import imported
 from protocol.config import RunConfig, refuse_unknown
-
-
-def imported(name: str) -> ModuleType:
-    """The module of a method. ValueError, with file and line, if it has an error."""
-    try:
-        return importlib.import_module(name)
-    except SyntaxError as error:
-        raise ValueError(f"{error.filename}:{error.lineno}: {error.msg}") from None
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [f for f in frames if Path(f.filename).stem == name.rpartition(".")[2]]
-        place = f"{own[-1].filename}:{own[-1].lineno}" if own else name
-        raise ValueError(f"{place}: {type(error).__name__}: {error}") from error
 
 
 def method_class(name: str) -> type[Method]:
