@@ -387,7 +387,7 @@ def test_another_split_and_other_weights_are_found(copied):
 
 def test_a_run_that_did_not_end_is_not_verified(copied):
     manifest = json.loads((copied / "manifest.json").read_text())
-    del manifest["files"]
+    manifest["files"] = {}
     (copied / "manifest.json").write_text(json.dumps(manifest))
     assert wrong(copied) == ["the run has not ended: its manifest is incomplete"]
     assert main("verify", str(copied.parent / "nothing")) == 2
@@ -396,7 +396,7 @@ def test_a_run_that_did_not_end_is_not_verified(copied):
 def test_of_several_runs_one_that_was_killed_is_skipped_by_name(copied, capsys):
     killed = Path(shutil.copytree(copied, copied.parent / "killed"))
     manifest = json.loads((killed / "manifest.json").read_text())
-    del manifest["files"]
+    manifest["files"] = {}
     (killed / "manifest.json").write_text(json.dumps(manifest))
     assert main("verify", str(killed)) == 1
     assert main("verify", str(copied.parent), "--rounds", "1") == 0
