@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from client_app.precision import of_evaluation, products
+from client_app.networks import of_evaluation, products
 from client_app.samples import Samples
 
 

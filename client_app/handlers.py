@@ -20,6 +20,7 @@ from client_app.evaluation import evaluate
 from client_app.machine import machine, report_of
 from client_app.method import Method, Update
 from client_app.methods import method_of
+from client_app.networks import products
 from client_app.node_config import (
     NodeConfig,
     client_name,
@@ -29,15 +30,13 @@ from client_app.node_config import (
     run_path,
     state_folder,
 )
-from client_app.precision import products
 from client_app.process_cache import ProcessCache
 from client_app.round import RoundContext
 from client_app.setup import device_for, forget_sources, representation_width
 from client_app.site_privacy import charge_release, check_limits, is_site
 from client_app.state import StateFolder
 from flower_adapter import GPU_LOST
-from protocol.array_records import tensors
-from protocol.arrays import Arrays, all_finite, mismatch
+from protocol.arrays import Arrays, all_finite, mismatch, tensors
 from protocol.files import private_files
 from protocol.messages import (
     EvaluateRequest,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from client_app.precision import resolved
+from client_app.networks import resolved
 from client_app.setup import build_network, device_for, open_source, split_over_clients
 from data.sources import Source
 from protocol.messages import MachineReport, PreflightRequest

@@ -1,27 +1,29 @@
 """A local objective: a loss on one batch, and the local training that minimises it.
 
 The trainer provides batches, frozen models, the optimizer and client state; a subclass of
-`LocalObjective` says which layers it compares and how. Its `train` is one call of `fit`.
+`LocalObjective` says which layers it compares and how. Its `train` is one call of `fit`. At the end
+are the distances between weights, for FedProx, Ditto and FedACG.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from client_app.drift import server_optimizer_terms
-from client_app.feature_cache import FrozenFeatureCache
 from client_app.method import Method, Update
-from client_app.precision import forward_in, losses_in_float32
-from client_app.round import RoundContext
+from client_app.networks import forward_in, losses_in_float32
+from client_app.round import FrozenFeatureCache, RoundContext
 from client_app.samples import Duration, Step
 from client_app.trainer import Descent, copy_of, fit
 from models import StagedModel
 from protocol.arrays import Arrays
 from protocol.options import key_of, one_of, option
+from protocol.server_optimizers import SERVER_OPTIMIZERS
 
 
 @dataclass(frozen=True)
@@ -239,3 +241,63 @@ def frozen_representations(
 
     is_read_again = ctx.config.train.local_epochs > 1 and not by_batch
     return FrozenFeatureCache(ctx, compute, is_read_again=is_read_again)
+
+
+class SquaredDistance(torch.autograd.Function):
+    """||w - w_g||^2 and its gradient, in a few kernels for all arrays together."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, *arrays: Tensor) -> Tensor:
+        """A scalar. arrays: each of w, then each of w_g."""
+        half = len(arrays) // 2
+        drift = torch._foreach_sub(arrays[:half], arrays[half:])
+        ctx.save_for_backward(*drift)
+        return torch.stack(torch._foreach_norm(drift)).square().sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient for each of w; None for w_g."""
+        drift = list(ctx.saved_tensors)  # type: ignore[attr-defined]  # saved by forward
+        return *torch._foreach_mul(drift, 2 * grad), *(None for _ in drift)
+
+
+def squared_distance(w: list[Tensor], w_g: list[Tensor]) -> Tensor:
+    """||w - w_g||^2, a scalar: summed over every entry of every array, no averaging.
+
+    Gradient 2 (w - w_g) for `w`, and 0, not NaN, where they are equal; none for `w_g`.
+    """
+    distance: Tensor = SquaredDistance.apply(*w, *(array.detach() for array in w_g))
+    return distance
+
+
+def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that require a gradient, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def drift_from(model: nn.Module, arrays: Mapping[str, Tensor]) -> Tensor:
+    """`squared_distance` of the model's trained parameters to the arrays of the same names."""
+    trained = trained_parameters(model)
+    return squared_distance(list(trained.values()), [arrays[n] for n in trained])
+
+
+def unsquared_drift_from(model: nn.Module, arrays: Mapping[str, Tensor]) -> Tensor:
+    """sum_k ||w^k - w_g^k|| over the model's trained parameters w^k, a scalar.
+
+    The gradient of a norm is taken to be 0, not NaN, where the arrays are equal.
+    """
+    trained = trained_parameters(model)
+    return torch.stack([torch.linalg.vector_norm(p - arrays[n]) for n, p in trained.items()]).sum()
+
+
+def server_optimizer_terms(ctx: RoundContext, model: nn.Module) -> dict[str, Tensor]:
+    """FedACG's term of every local objective; {} with beta 0 and for other server optimizers.
+
+    Kim et al., "Communication-Efficient Federated Learning with Accelerated Client Gradient", CVPR
+    2024, arXiv 2201.03172: beta ||theta - wh||^2, a scalar, for the look-ahead model wh that the
+    server (`FedACGStep` in strategies/server_optimizers.py) sends; without 1/2 as in their code.
+    """
+    term = SERVER_OPTIMIZERS[ctx.config.rounds.server_optimizer].client_term
+    beta = getattr(ctx.config.server_optimizer_options(), term) if term else 0
+    return {"look-ahead": beta * drift_from(model, ctx.received)} if beta else {}

@@ -24,10 +24,9 @@ from typing import Any
 
 from client_app.methods import method_of
 from client_app.node_config import NODE_KEYS, NodeConfig, is_deployed
-from protocol.chained import Chain, Entry, read_chain
 from protocol.config import RunConfig, keel_home, refuse_unknown, validate
 from protocol.config_keys import PrivacyConfig
-from protocol.files import write_atomically
+from protocol.files import Chain, Entry, read_chain, write_atomically
 from protocol.privacy import SMALL_DELTA, composed_epsilon, noise_sigma
 from protocol.text import in_one_line
 

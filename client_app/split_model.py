@@ -10,9 +10,8 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from client_app.feature_cache import cached
 from client_app.method import Method
-from client_app.round import RoundContext
+from client_app.round import RoundContext, cached
 from client_app.samples import Duration, Step
 from client_app.trainer import Descent, fit
 from models import StagedModel

@@ -19,9 +19,8 @@ from pathlib import Path
 
 from safetensors.torch import load
 
-from protocol.arrays import Arrays
+from protocol.arrays import Arrays, packed_pieces
 from protocol.files import RESET_FILE, STATE_FILE, digest, remove_parts, write_atomically
-from protocol.packing import packed_pieces
 
 log = logging.getLogger("keel.client")
 Groups = dict[str, Arrays]

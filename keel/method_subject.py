@@ -13,14 +13,13 @@ from client_app.methods import method_of
 from client_app.process_cache import ProcessCache
 from client_app.round import RoundContext
 from client_app.setup import dataset_spec_of, model_for, open_source
-from protocol.arrays import Arrays
+from protocol.arrays import DTYPES, Arrays
 from protocol.config import RunConfig, resolve_config
 from protocol.messages import TrainRequest
 from protocol.options import OptionValue
-from protocol.packing import DTYPES
 from server_app.inline import run_inline
 from strategies import strategy_for
-from strategies.sampling import name_of
+from strategies.cohort import name_of
 
 num_images, num_classes, image_size = 60, 3, 28
 Keys = dict[str, OptionValue]

@@ -10,9 +10,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from models.layers import NORMS
 from models.registry import BUILDERS
 from models.staged import Stage, Trunk
+from protocol.arrays import DTYPES
 from protocol.code import place_of
 from protocol.models import MODELS
-from protocol.packing import DTYPES
 
 RESERVED_LAYERS = ("features", "logits", "projection")  # not for stages
 

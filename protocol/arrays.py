@@ -1,9 +1,20 @@
-"""Arrays by name, and what is wrong with those of an update."""
+"""Arrays by name: what is wrong with those of an update, and how they are packed and sent.
 
+The bytes are those of the package safetensors, in pieces, so that no second copy is made; a test
+compares them. In a message, tensors are one Flower array, packed when they leave the process:
+within the process the receiver gets the sender's tensors.
+"""
+
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any
 
+import torch
+from flwr.app import Array, ArrayRecord
 from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 
 from protocol.text import num_of
@@ -12,6 +23,25 @@ Arrays = dict[str, Tensor]
 # what reading a damaged safetensors file raises
 UNREADABLE = (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
 MAX_INTEGER = 2**40  # of a counter
+Shape = tuple[str, torch.dtype, torch.Size]  # of an array: its name, dtype and shape
+Shapes = tuple[Shape, ...]
+Pieces = list[Any]  # bytes and NumPy arrays of bytes: what `bytes.join` and `write` take
+# Names of the format, in the order in which it stores tensors: from the last to the first.
+DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.int64: "I64",
+}
+RANKS = {dtype: rank for rank, dtype in enumerate(DTYPES)}
+PACKED = "keel.safetensors"  # `Array.stype` of what `array_record` makes
+MAX_HEADER_BYTES = 2**22  # names, shapes and offsets of some ten thousand tensors
 
 
 def all_finite(arrays: Arrays) -> bool:
@@ -79,3 +109,154 @@ def mismatch(arrays: Arrays, expected: Arrays, with_values: bool = True) -> str:
             is_or_are = "is" if num == 1 else "are"
             return f"array {name!r} holds {num_of('value', num)} that {is_or_are} not finite"
     return ""
+
+
+def packed_pieces(arrays: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> Pieces:
+    """The header, then each tensor's memory; joined, a safetensors file.
+
+    A tensor on the CPU and contiguous is not copied: do not modify it before the pieces are used.
+    """
+    tensors = {name: array.detach().cpu().contiguous() for name, array in arrays.items()}
+    shapes = in_order((name, array.dtype, array.shape) for name, array in tensors.items())
+    return [
+        header(shapes, None if metadata is None else tuple(metadata.items())),
+        *(tensors[name].reshape(-1).view(torch.uint8).numpy() for name, *_ in shapes),
+    ]
+
+
+def packed_size(shapes: Iterable[Shape], metadata: Mapping[str, str]) -> int:
+    """The number of bytes of `packed_pieces`, for arrays of these names, dtypes and shapes."""
+    ordered = in_order(shapes)
+    num_bytes = sum(shape.numel() * dtype.itemsize for _, dtype, shape in ordered)
+    return len(header(ordered, tuple(metadata.items()))) + num_bytes
+
+
+def in_order(shapes: Iterable[Shape]) -> Shapes:
+    """In the order in which the format stores them."""
+    return tuple(sorted(shapes, key=lambda each: (-RANKS[each[1]], each[0].encode())))
+
+
+@lru_cache(maxsize=16)  # the same in every message of a run
+def header(shapes: Shapes, metadata: Sequence[tuple[str, str]] | None) -> bytes:
+    """The file's first bytes: the length of what follows, names, dtypes, shapes and places."""
+    about: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
+    for name, dtype, shape in shapes:
+        start, end = end, end + shape.numel() * dtype.itemsize
+        about[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(about, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def of_plain(name: str) -> Any:
+    """This attribute of a `LazyArray`, which is that of its plain array."""
+    return property(lambda array: getattr(array.plain, name))
+
+
+class LazyArray(Array):
+    """An array whose bytes are made from `pieces` when they are first read.
+
+    Flower reads them to send a message (`deflate`, `children`, `object_id`, protobuf) or to pickle
+    it for Ray; each then has an `Array` with these bytes, because Flower writes the name of the
+    class down. Public, except for the names of these methods.
+    """
+
+    def __init__(self, dtype: str, stype: str) -> None:
+        self.__dict__.update(dtype=dtype, stype=stype)
+
+    def pieces(self) -> list[Any]:
+        """The bytes in pieces, as `bytes.join` takes them."""
+        raise NotImplementedError
+
+    @cached_property
+    def plain(self) -> Array:
+        """The array with its bytes, made once."""
+        data = b"".join(self.pieces())
+        return Array(self.dtype, (len(data),), self.stype, data)
+
+    data, shape = of_plain("data"), of_plain("shape")
+    children, object_id = of_plain("children"), of_plain("object_id")
+    slice_array, deflate = of_plain("slice_array"), of_plain("deflate")
+
+    def __reduce__(self) -> Any:
+        if "plain" in self.__dict__:
+            return Array, (self.dtype, self.shape, self.stype, self.data)
+        data = b"".join(self.pieces())  # not cached: Ray holds its own copy from here on
+        return Array, (self.dtype, (len(data),), self.stype, data)
+
+
+def names_of(names: Iterable[str]) -> dict[str, str]:
+    """The metadata of packed arrays: their names in order, which safetensors changes."""
+    return {"names": json.dumps([*names])}
+
+
+@lru_cache(maxsize=16)  # the same in every message of a run
+def size_of(shapes: Shapes) -> int:
+    """Bytes of packed arrays of these names, dtypes and shapes."""
+    return packed_size(shapes, names_of(name for name, *_ in shapes))
+
+
+class HandedArrays(LazyArray):
+    """Tensors as one Flower array; it makes its bytes once they are read, to leave the process."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.__dict__["arrays"] = {
+            name: (array.detach() if array.requires_grad else array).cpu().contiguous()
+            for name, array in arrays.items()
+        }
+        super().__init__("uint8", PACKED)
+
+    def pieces(self) -> Pieces:
+        """The bytes in pieces: the tensors' own memory."""
+        arrays: Arrays = self.__dict__["arrays"]
+        return packed_pieces(arrays, names_of(arrays))
+
+    @cached_property
+    def size_bytes(self) -> int:
+        """The number of bytes, without making them."""
+        arrays: Arrays = self.__dict__["arrays"]
+        return size_of(tuple((name, a.dtype, a.shape) for name, a in arrays.items()))
+
+
+def array_record(arrays: Arrays, name: str = "arrays") -> ArrayRecord:
+    """Tensors as one Flower array called `name`, in the safetensors format; do not modify them.
+
+    A SuperLink stores two objects for each Flower array, at ten or more database statements an
+    object: sent one by one, a network's arrays would be most of the cost of a round in deployment.
+    """
+    record = ArrayRecord()
+    if arrays:
+        record[name] = HandedArrays(arrays)  # the constructor would make a copy of its bytes
+    return record
+
+
+def joined(*records: ArrayRecord) -> ArrayRecord:
+    """One record with the arrays of all."""
+    whole = ArrayRecord()
+    for record in records:
+        for name, array in record.items():
+            whole[name] = array
+    return whole
+
+
+def tensors(record: ArrayRecord | None) -> Arrays:
+    """The tensors in a record, in their order; {} for none. Do not modify them.
+
+    A record that was made in this process has the sender's tensors. Bytes sent by a client may
+    raise any exception here, not only ValueError.
+    """
+    found: Arrays = {}
+    for name, array in (record or {}).items():
+        if isinstance(array, HandedArrays):
+            found |= array.__dict__["arrays"]
+            continue
+        length = int.from_bytes(array.data[:8], "little")
+        if array.stype != PACKED or length > MAX_HEADER_BYTES:
+            raise ValueError(f"{name!r} holds no arrays packed by Keel")
+        names = json.loads(json.loads(array.data[8 : 8 + length])["__metadata__"]["names"])
+        values = load(array.data)
+        if set(names) != values.keys() or values.keys() & found.keys():
+            raise ValueError(f"{name!r} holds other arrays than it names")
+        found |= {key: values[key] for key in names}
+    return found

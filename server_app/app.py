@@ -12,13 +12,12 @@ from flower_adapter import bound_superlink_retries, is_in_process_grid, on_proce
 from protocol.messages import RosterRequest, request_record
 from server_app.experiment import Experiment
 from server_app.observers import SummaryTable
-from server_app.pool import Pool
+from server_app.pool import FlowerWorkers, Pool
 from server_app.roster import read_saved_roster
 from server_app.run import run_federation
 from server_app.run_reader import ROSTER_FILE
 from server_app.simulation import pool_of_workers
 from server_app.sites import Sites
-from server_app.workers import FlowerWorkers
 
 app = ServerApp()
 log = logging.getLogger("keel.server")

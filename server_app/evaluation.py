@@ -7,16 +7,14 @@ from collections.abc import Sequence, Set
 from flwr.app import Message, MessageType
 
 import client_app.evaluation
-from protocol.array_records import array_record
-from protocol.arrays import Arrays
+from protocol.arrays import Arrays, array_record
 from protocol.config_keys import RoundsConfig
 from protocol.messages import EvaluateRequest, TrainReply, request_record
 from server_app.history import Line
-from server_app.question import Question
 from server_app.record import client_fields
-from server_app.start import Run
+from server_app.start import Question, Run
 from strategies.average import RoundReport
-from strategies.backoff import BACKOFF_ROUNDS
+from strategies.cohort import BACKOFF_ROUNDS
 from strategies.validation import RECORD_BYTES
 
 log = logging.getLogger("keel.server")

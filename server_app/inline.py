@@ -11,9 +11,8 @@ from client_app.handlers import forget_data
 from protocol.options import OptionValue
 from server_app.experiment import Experiment
 from server_app.observers import RunObserver
-from server_app.pool import WorkerPool
+from server_app.pool import InlineWorkers, WorkerPool
 from server_app.run import run_federation
-from server_app.workers import InlineWorkers
 
 
 def run_inline(

@@ -1,4 +1,6 @@
-"""manifest.json: what a run consisted of, so that it can be verified.
+"""manifest.json and audit.jsonl: what a run consisted of and did, so that it can be verified.
+
+manifest.json has
 
 layout: the number of the directory's layout (run_reader.py). versions, code: of packages, Python,
 processor and Keel's sources; code has more entries after a resume with other code. clients,
@@ -6,13 +8,27 @@ simulated, data, split, precision: what the result depends on beside the config.
 the first checkpoints. files, kept, checkpoint, audit: once the run has ended, digests of its files,
 the names of the newest client states and checkpoint, and the end of the audit log. For
 information: keel (version and commit), machines, workers. `keel experiments verify` reads it.
+
+audit.jsonl has a line for who joined, was refused, was sent what, and released what. The lines are
+chained (`protocol.files.Chain`); each has the time (UTC), the event and its fields. Lines that were
+cut off at the end are found by the rounds of the history that they are about and, once the run has
+ended, by the manifest, which then has their number and the last digest.
+
+    started    round (the first to come)          joined    client, node
+    refused    node, reason                       sent      round, kind, clients, bytes
+    released   round, clients, epsilon, delta     rejected  round, kind, clients (name to reason)
+    ended      status
+
+A release is noted before it is requested: the privacy budget spent is counted from these lines.
 """
 
+import datetime
 import json
 import logging
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,10 +39,10 @@ from client_app.machine import machine, package_versions, processors
 from client_app.setup import device_for
 from protocol.code import code_version, sources_digest
 from protocol.config import RunConfig, app_folder, keel_version
-from protocol.files import digest, write_atomically
+from protocol.files import Chain, digest, read_chain, write_atomically
 from protocol.messages import MachineReport
-from server_app.audit import audit_end
 from server_app.run_reader import (
+    AUDIT_FILE,
     CLIENTS_FILE,
     CONFIG_FILE,
     HISTORY_FILE,
@@ -39,9 +55,63 @@ from server_app.run_reader import (
 )
 
 log = logging.getLogger("keel.server")
-
 NUM_NOTED_ROUNDS = 3  # rounds whose checkpoints a replay can be compared with
 signed_files = (CONFIG_FILE, HISTORY_FILE, CLIENTS_FILE, SUMMARY_FILE, MODEL_FILE)
+
+
+class AuditLog:
+    """Appends to a run directory's audit log. releases: requested so far, by client.
+
+    ValueError naming the file if the lines that are there are not intact.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.chain = Chain(directory / AUDIT_FILE)
+        self.releases = Counter[str]()
+        for line in read_chain(self.chain.path) if self.chain.newest else ():
+            self._count(line)
+
+    def _count(self, line: Mapping[str, Any]) -> None:
+        if line["event"] == "released":
+            self.releases.update(line["clients"])
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Append a line; it is on the disk when this returns."""
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        line = {"time": now, "event": event, **fields}
+        self.chain.append(line)
+        self._count(line)
+
+
+def audit_end(directory: Path) -> dict[str, Any]:
+    """The number of lines and the last digest, for the manifest."""
+    lines = list(read_chain(directory / AUDIT_FILE))
+    return {"lines": len(lines), "digest": lines[-1]["digest"]}
+
+
+def check_audit(run: RunReader, is_resumed: bool = False) -> int:
+    """ValueError naming the file if a run's audit log was changed; the number of its lines.
+
+    is_resumed: a later call may have added lines since the manifest was written.
+    """
+    path = run.directory / AUDIT_FILE
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: restore it from a backup")
+    lines = list(read_chain(path))
+    sent = {line["round"] for line in lines if line["event"] == "sent"}
+    if unsent := {line["round"] for line in run.history} - sent:
+        raise ValueError(
+            f"{path} was cut short: round {min(unsent)} of the history is not in it: restore it "
+            "from a backup"
+        )
+    end = run.manifest.get("audit")
+    ends = [{"lines": number, "digest": line["digest"]} for number, line in enumerate(lines, 1)]
+    if end and end not in (ends if is_resumed else ends[-1:]):
+        raise ValueError(
+            f"{path} has {len(lines)} lines, the manifest {end['lines']} and another last digest: "
+            "restore it from a backup"
+        )
+    return len(lines)
 
 
 def versions(device: torch.device) -> dict[str, str]:

@@ -16,8 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from protocol.text import num_of, size_of_data
-from server_app.history import CURVES, Line, duration
-from server_app.summary import privacy_text
+from server_app.history import CURVES, Line, duration, privacy_text
 
 log = logging.getLogger("keel.server")
 NOTE_EVERY_S = 10.0

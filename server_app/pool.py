@@ -1,13 +1,21 @@
-"""What trains: one interface to the workers of a simulation and to the sites of a deployment."""
+"""What trains: one interface to the workers of a simulation and to the sites of a deployment.
 
+The workers of a simulation are this process, or the nodes of Flower's simulation.
+"""
+
+import secrets
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from flwr.app import Error, Message, MessageType, RecordDict
+from flwr.app import Context, Error, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
 
+from client_app.handlers import answer
 from data.sources import Source
-from flower_adapter import NO_REPLY
+from flower_adapter import NO_REPLY, assign_message_id, begin_task
 from protocol.config import RunConfig
 from protocol.messages import MachineReport, RosterEntry, error_reason
 from protocol.simulated import joined_content, split_reply
@@ -15,9 +23,11 @@ from protocol.text import in_one_line
 from server_app.roster import check_simulated_roster, save_roster
 from server_app.run_reader import ROSTER_FILE
 from server_app.simulated_roster import SimulatedRoster
-from strategies.sampling import FIRST_NODE
+from strategies.cohort import FIRST_NODE
 
 PART_BYTES = 2**27  # of a worker's reply: the server has a few of them in memory
+POLL_S, SETTLE_S = 0.02, 0.5
+TTL_S = 30 * 86400.0  # a message that expires is lost with its reply
 
 
 class Pool(Protocol):
@@ -118,14 +128,14 @@ class WorkerPool:
         turns = max(map(len, waiting.values()), default=0) * -(-len(waiting) // self.workers.num)
         timeout_s = self.config.rounds.round_timeout
         contents = [self.content(part) for part in waiting.values()]
-        for k, answer in self.workers.answers(contents, kind, timeout_s * turns):
-            if isinstance(answer, Error):
+        for k, result in self.workers.answers(contents, kind, timeout_s * turns):
+            if isinstance(result, Error):
                 raise RuntimeError(
                     f"{what}: a worker of the simulation is lost "
-                    f"({in_one_line(error_reason(answer))}): resume the run"
+                    f"({in_one_line(error_reason(result))}): resume the run"
                 )
             part = waiting.pop(k)
-            for message, reply in zip(part, split_reply(answer, len(part)), strict=True):
+            for message, reply in zip(part, split_reply(result, len(part)), strict=True):
                 on_reply(Message(reply, reply_to=message))
         silent = [message for part in waiting.values() for message in part]
         for message in silent:
@@ -179,3 +189,68 @@ def deal(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
         parts[smallest].append(i)
     order = sorted(range(len(parts)), key=lambda k: -sums[k])
     return [sorted(parts[k]) for k in order]
+
+
+class InlineWorkers:
+    """One worker, which is this process: clients train one after the other.
+
+    Messages are Flower's records, which pass tensors without a copy.
+    """
+
+    num, parts = 1, 0
+
+    def __init__(self) -> None:
+        self.run_id = secrets.randbits(62)
+        begin_task(self.run_id)
+
+    def answers(
+        self, contents: Sequence[RecordDict], kind: str, seconds: float
+    ) -> Iterator[tuple[int, RecordDict | Error]]:
+        """Implements `Workers.answers`; nothing is late."""
+        for k, content in enumerate(contents):
+            message = Message(content, dst_node_id=1, message_type=kind)
+            assign_message_id(message, secrets.token_hex(8))
+            yield k, answer(message, Context(self.run_id, 1, {}, RecordDict(), {}))
+
+
+class FlowerWorkers:
+    """The nodes of Flower's simulation. check: raises the error that has ended it."""
+
+    parts = 4
+
+    def __init__(self, grid: Grid, check: Callable[[], None] = lambda: None) -> None:
+        self.grid, self.check = grid, check
+        self.nodes = registered_nodes(grid, check)
+        self.num = len(self.nodes)
+
+    def answers(
+        self, contents: Sequence[RecordDict], kind: str, seconds: float
+    ) -> Iterator[tuple[int, RecordDict | Error]]:
+        """Implements `Workers.answers`."""
+        deadline = time.monotonic() + seconds
+        messages = [
+            Message(content, dst_node_id=self.nodes[k % self.num], message_type=kind, ttl=TTL_S)
+            for k, content in enumerate(contents)
+        ]
+        self.grid.push_messages(messages)
+        places = {message.metadata.message_id: k for k, message in enumerate(messages)}
+        del messages
+        while places and time.monotonic() < deadline:
+            arrived = deque(self.grid.pull_messages(list(places)))
+            if not arrived:
+                self.check()
+                time.sleep(POLL_S)
+            while arrived:
+                reply = arrived.popleft()
+                place = places.pop(reply.metadata.reply_to_message_id)
+                yield place, reply.error if reply.has_error() else reply.content
+
+
+def registered_nodes(grid: Grid, check: Callable[[], None]) -> list[int]:
+    """The nodes of Flower's simulation once their number does not change any more."""
+    nodes: list[int] = []
+    while not nodes or sorted(grid.get_node_ids()) != nodes:
+        check()
+        nodes = sorted(grid.get_node_ids())
+        time.sleep(SETTLE_S)
+    return nodes

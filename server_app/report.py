@@ -1,22 +1,33 @@
-"""The record of a run: summary.json in progress, its figures at the end, and its observers."""
+"""The record of a run: summary.json in progress, its observers, and its files at the end."""
 
+import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from client_app.setup import pixels_of
 from data.plots import plot_label_distribution, save_png
 from data.sources import Source
+from protocol.arrays import Arrays
+from protocol.code import line_in_method
 from protocol.config import RunConfig
+from protocol.files import write_atomically
 from protocol.messages import RosterEntry
-from server_app.history import CURVES, Line, curve
+from protocol.privacy import privacy_statement
+from protocol.ray_nodes import devices_by_node
+from server_app.diagnostics.plots import plot_rounds
+from server_app.history import CURVES, Line, curve, summarise
 from server_app.observers import RoundLog, RunInfo, RunObserver
 from server_app.plots import accuracy_figure
-from server_app.run_reader import RunReader
-from server_app.summary import iso_time, summarise, write_summary
+from server_app.run_directory import save_arrays
+from server_app.run_reader import SUMMARY_FILE, RunReader
+from server_app.start import Run
 from server_app.trackers import trackers_of
+from strategies.average import TooFewRepliesError
 
 log = logging.getLogger("keel.server")
 WRITE_EVERY_S = 2.0  # how often summary.json is written while rounds are shorter than this
@@ -66,7 +77,8 @@ class Reporter:
             **summarise(self.history, self.config.flat, self.config.rounds.last_rounds),
             "privacy": self.privacy_spent(),
         }
-        write_summary(self.info.directory, summary)
+        path = self.info.directory / SUMMARY_FILE
+        write_atomically(path, json.dumps(summary, indent=2).encode())
         self.written_at = time.monotonic()
         return summary
 
@@ -125,3 +137,114 @@ def plot_accuracy(history: Sequence[Line], title: str, path: Path) -> None:
         points = [(line["round"], line["losses"].get(term)) for line in history]
         losses.append((f"{term}, training", [(n, loss) for n, loss in points if loss is not None]))
     save_png(accuracy_figure(curves, title, losses), path)
+
+
+def iso_time(seconds: float) -> str:
+    """A time of `time.time` in local time, with its offset: 2026-01-31T12:00:00+01:00."""
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
+
+
+class DivergedError(RuntimeError):
+    """The global arrays are no longer finite."""
+
+
+def status_after(error: BaseException) -> str:
+    """The status of a run that this error ends."""
+    if isinstance(error, TooFewRepliesError | DivergedError):
+        return f"failed: {error}"
+    if isinstance(error, Exception):
+        place = line_in_method(error)
+        return " ".join(f"failed: {type(error).__name__}: {error}{place}".split())
+    return "stopped"
+
+
+def finish_run(run: Run, reporter: Reporter, final: Arrays, status: str) -> None:
+    """Complete the run directory, then tell the observers. final: the last round's arrays."""
+    try:
+        complete_directory(run, reporter, final, status)
+    except OSError as error:  # such as a full disk, which may be what ended the run
+        if status == "finished":
+            raise
+        log.warning("the end of the run is incomplete: %s", error)
+    finally:  # last: an observer may raise
+        reporter.tell_end()
+
+
+def complete_directory(run: Run, reporter: Reporter, final: Arrays, status: str) -> None:
+    """Write the final model, summary, manifest and pictures; remove the state of a finished run."""
+    method, path = run.experiment.method, run.directory.path
+    try:
+        if method.has_global_model:  # arrays that are never sent keep their initial values
+            final = run.experiment.initial_weights | final
+        save_arrays(path / "model.safetensors", final, model_metadata(run))
+        plot_split(run.clients.shown, run.experiment.source, path / "labels.png")
+    except BaseException as error:
+        if status == "finished":
+            status = status_after(error)
+        raise
+    finally:
+        reporter.finish(status)
+        run.audit.note("ended", status=status)
+    removes_state = status == "finished" and not run.config.rounds.keep_state
+    last_round = max(run.start.round, len(reporter.history))
+    run.directory.finish(last_round, removes_state, method.is_personal)
+    if run.monitor:
+        plot_rounds(reporter.history, reporter.info.title, path / "diagnostics")
+
+
+def info_of(run: Run, history: Sequence[Line]) -> RunInfo:
+    """What the observers are told at the start."""
+    config, experiment = run.config, run.experiment
+    source = experiment.source
+    return RunInfo(
+        directory=run.directory.path,
+        method=config.rounds.method,
+        server_optimizer=config.rounds.server_optimizer,
+        source=config.data.source,
+        num_train=run.clients.num_train,
+        num_test=len(source.test.labels),
+        image_shape=source.image_shape,
+        num_classes=source.num_classes,
+        model=config.model.model,
+        num_parameters=sum(parameter.numel() for parameter in experiment.model.parameters()),
+        num_clients=run.clients.num,
+        clients_per_round=len(experiment.strategy.cohort.sample(1)),
+        num_rounds=config.rounds.num_rounds,
+        history=tuple(history),
+        config=RunReader(run.directory.path).config,  # in which num-clients is set
+        workers=tuple(
+            f"{host}: {devices}"
+            for host, devices in devices_by_node(
+                (machine.host, machine.device) for machine in run.pool.machines
+            ).items()
+        ),
+        device=str(next(experiment.model.parameters()).device),
+    )
+
+
+def model_metadata(run: Run) -> dict[str, str]:
+    """Metadata of model.safetensors: enough to build and use the model without the data."""
+    source, config, clients = run.experiment.source, run.config, run.clients
+    pixels = pixels_of(config, source)
+    if len(clients.shown) < clients.num:
+        others = {"client-models": ",".join(config.client_models)}
+    else:
+        pairs = sorted((e.client, e.model) for e in clients.shown if e.model != config.model.model)
+        others = {f"model of {client}": model for client, model in pairs}
+    return others | {
+        "shape": ",".join(map(str, source.image_shape)),
+        "classes": "\n".join(source.class_names),
+        "mean": ",".join(map(str, pixels.mean)),
+        "std": ",".join(map(str, pixels.std)),
+    }
+
+
+def privacy_spent(run: Run) -> dict[str, Any] | None:
+    """The privacy statement for the client with the most releases; None without privacy."""
+    privacy = run.config.privacy
+    if not privacy.epsilon:
+        return None
+    num_entries = sum(array.numel() for array in run.start.arrays.values())
+    releases = max(run.audit.releases.values(), default=0)
+    reads_state = run.monitor is not None and run.experiment.method.is_stateful
+    return privacy_statement(privacy, num_entries, releases, reads_state)

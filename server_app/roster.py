@@ -24,7 +24,7 @@ from protocol.messages import RosterEntry, roster_entry
 from protocol.text import num_of, shortened
 from server_app.run_reader import DAMAGE
 from server_app.simulated_roster import MAX_LISTED, SimulatedRoster, TrainSizes
-from strategies.sampling import name_of
+from strategies.cohort import name_of
 
 
 def read_saved_roster(path: Path) -> dict[int, RosterEntry]:

@@ -13,8 +13,7 @@ from logging.handlers import MemoryHandler
 import torch
 from flwr.app import Message
 
-from protocol.array_records import array_record, tensors
-from protocol.arrays import Arrays, all_finite
+from protocol.arrays import Arrays, all_finite, array_record, tensors
 from protocol.files import digest, private_files
 from protocol.messages import TrainRequest, request_record
 from protocol.options import OptionValue
@@ -24,15 +23,20 @@ from server_app.evaluation import (
     evaluates_with_training,
     global_score,
 )
-from server_app.finish import DivergedError, finish_run, info_of, privacy_spent, status_after
 from server_app.history import Line
 from server_app.manifest import NUM_NOTED_ROUNDS, note_round
 from server_app.observers import RunObserver
-from server_app.question import Question
 from server_app.record import training_fields
-from server_app.report import Reporter
+from server_app.report import (
+    DivergedError,
+    Reporter,
+    finish_run,
+    info_of,
+    privacy_spent,
+    status_after,
+)
 from server_app.run_directory import Checkpoint, RunDirectory
-from server_app.start import PoolMaker, Run, start_run
+from server_app.start import PoolMaker, Question, Run, start_run
 from strategies.average import RoundReport
 
 log = logging.getLogger("keel.server")

@@ -18,15 +18,13 @@ from safetensors import safe_open
 from client_app.methods import method_of
 from client_app.node_config import RUN_NAME
 from client_app.state import NUM_CHECKPOINTS
-from protocol.arrays import UNREADABLE, Arrays, mismatch
+from protocol.arrays import UNREADABLE, Arrays, Pieces, mismatch, packed_pieces
 from protocol.config import RunConfig, keel_home, resolve_config
 from protocol.files import append_line, digest, full_path, remove_parts, write_atomically
 from protocol.options import OptionValue
-from protocol.packing import Pieces, packed_pieces
 from protocol.text import num_of
-from server_app.audit import AuditLog, check_audit
 from server_app.history import Line
-from server_app.manifest import finish_manifest
+from server_app.manifest import AuditLog, check_audit, finish_manifest
 from server_app.record import split
 from server_app.run_reader import (
     CLIENTS_FILE,

@@ -17,7 +17,7 @@ from client_app.setup import client_indices, model_for, representation_width, sp
 from data.sources import Source
 from protocol.config import RunConfig
 from protocol.messages import RosterEntry
-from strategies.sampling import FIRST_NODE, ClientNames, name_of
+from strategies.cohort import FIRST_NODE, ClientNames, name_of
 
 CACHED_ENTRIES = 4096
 MAX_LISTED, NUM_SHOWN = 10_000, 1000  # of more clients, files and pictures show the first thousand

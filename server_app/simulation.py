@@ -29,11 +29,10 @@ from protocol.text import num_of
 from server_app.experiment import Experiment
 from server_app.inline import with_num_clients
 from server_app.observers import RunObserver
-from server_app.pool import WorkerPool
+from server_app.pool import FlowerWorkers, WorkerPool
 from server_app.preflight import checked_machines
 from server_app.run import run_federation
 from server_app.run_reader import runs_directory
-from server_app.workers import FlowerWorkers
 
 RETRIES = 2  # of a message whose worker died
 

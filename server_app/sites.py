@@ -1,7 +1,9 @@
 """The sites of a deployment: who is connected as which node, and the way to ask them."""
 
+import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,17 +21,52 @@ from protocol.config import RunConfig
 from protocol.messages import MachineReport, RosterEntry, error_reason, read_roster
 from protocol.text import in_one_line, num_of, shortened
 from server_app.exchange import Exchange
-from server_app.identity import REGISTRY_VARIABLE, identity_problem, registered_names
 from server_app.roster import check_partitions, check_roster, save_roster
 from server_app.run_reader import ROSTER_FILE
 from strategies.validation import RECORD_BYTES
 
+REGISTRY_VARIABLE = "KEEL_CLIENT_REGISTRY"  # the file that `keel deploy register` writes
 log = logging.getLogger("keel.server")
 START_S = 600.0  # for the clients of a new run to connect
 GATHER_S = 90.0  # for the clients of a resumed run to return; Flower readmits a node after 60
 LOOK_EVERY_S = 1.0
 QUERY_S = 30.0  # for a node that connects during the run to describe itself
 RETRY_S, RETRY_SILENT_S = 60.0, 600.0  # until a node that was refused, or silent, is queried again
+
+
+def registered_names() -> dict[int, str] | None:
+    """Client name by node id, as `keel deploy register` recorded them for the clients' keys.
+
+    None without $KEEL_CLIENT_REGISTRY. A SuperLink binds a node id to a key, so with the file a
+    client is who its key says. ValueError if the file cannot be read.
+    """
+    path = os.environ.get(REGISTRY_VARIABLE)
+    if not path:
+        return None
+    try:
+        clients = json.loads(Path(path).read_text())
+        return {int(about["node"]): str(name) for name, about in clients.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{REGISTRY_VARIABLE} = {path!r}: missing or damaged ({in_one_line(error)}): write it "
+            "with `keel deploy register` (`make register`)"
+        ) from error
+
+
+def identity_problem(node: int, client: str, names: Mapping[int, str] | None) -> str:
+    """Why the key of `node` is not that of `client`; empty if it is, or if there are no keys."""
+    if names is None or names.get(node) == client:
+        return ""
+    claimed = in_one_line(client, 64)
+    if node not in names:
+        return (
+            f"it calls itself {claimed!r}, and its key has no name: add its public key to the "
+            "server's credentials/server/clients and run `keel deploy register`"
+        )
+    return (
+        f"it calls itself {claimed!r}, but its key is registered as {names[node]!r}: deploy it "
+        f"with the credentials of {claimed!r}, or under the name {names[node]!r}"
+    )
 
 
 class Sites:

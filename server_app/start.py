@@ -1,22 +1,24 @@
-"""The way from a run's keys to its first round: experiment, pool, run directory."""
+"""A run under way: from its keys to its first round, and how its clients are asked."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
+from flwr.app import Message
+
 from client_app.machine import data_digest, host_name, report_of
-from client_app.precision import resolved
+from client_app.networks import resolved
 from protocol.config import RunConfig, resolve_config
-from protocol.messages import PreflightRequest
+from protocol.messages import PreflightRequest, payload_bytes
 from protocol.options import OptionValue
-from server_app.audit import AuditLog
 from server_app.checks import config_warnings
 from server_app.diagnostics.monitor import Monitor
 from server_app.experiment import Experiment, admit_clients, build_experiment
 from server_app.manifest import (
+    AuditLog,
     begin_manifest,
     check_same_data,
 )
@@ -31,7 +33,7 @@ from server_app.run_directory import (
 )
 from server_app.run_reader import new_path
 from server_app.trackers import check_trackers
-from strategies.backoff import Backoff
+from strategies.cohort import Backoff
 
 log = logging.getLogger("keel.server")
 # the experiment, and the directory of the run that is resumed, to its clients
@@ -69,6 +71,52 @@ class Run:
         """The run directory's path where clients store their state in it; else its name."""
         path = self.directory.path
         return str(path) if self.pool.stores_state_here else path.name
+
+
+class Question:
+    """What is sent in a round. A private release is counted before its message is sent.
+
+    silent: the clients that gave no answer in time. num_bytes: sent.
+    """
+
+    def __init__(
+        self, run: Run, number: int, kind: str, what: str, messages: Sequence[Message]
+    ) -> None:
+        self.run, self.round, self.kind, self.what = run, number, kind, what
+        self.messages = messages
+        self.sizes = {m.metadata.dst_node_id: payload_bytes(m) for m in messages}
+        # when first sent: a client may have moved to another node since
+        self.clients = {node: run.pool.roster[node].client for node in self.sizes}
+        self.backed_off = sorted(run.experiment.strategy.cohort.backed_off(number))
+        self.num_bytes = self.num_replies = 0
+        self.silent: set[str] = set()
+
+    def ask(self, on_reply: Callable[[Message], None], max_bytes: int) -> None:
+        """Send the messages and take the replies. max_bytes: of a reply."""
+        self.on_reply = on_reply
+        self.note(*self.sizes)
+        self.run.progress(self.what, 0, len(self.messages))
+        silent = self.run.pool.ask(
+            self.messages, self.what, self.take, max_bytes=max_bytes, before_resend=self.note
+        )
+        self.silent = {self.clients[node] for node in silent}
+
+    def take(self, reply: Message) -> None:
+        """Hand on a reply."""
+        self.on_reply(reply)
+        self.num_replies += 1
+        self.run.progress(self.what, self.num_replies, len(self.messages))
+
+    def note(self, *nodes: int) -> None:
+        """Note that messages to these nodes are about to be sent."""
+        clients = [self.clients[node] for node in nodes]
+        size = sum(self.sizes[node] for node in nodes)
+        self.num_bytes += size
+        audit, privacy = self.run.audit, self.run.config.privacy
+        audit.note("sent", kind=self.kind, bytes=size, round=self.round, clients=clients)
+        if privacy.epsilon and self.kind == "train":
+            budget = {"epsilon": privacy.epsilon, "delta": privacy.delta}
+            audit.note("released", round=self.round, clients=clients, **budget)
 
 
 def start_run(

@@ -3,7 +3,7 @@
 It is Flower's `Strategy` with three properties that a repeatable and robust run needs: clients are
 sampled by name from the run's seed (strategies/cohort.py), replies are validated
 (strategies/validation.py), and the bits of their mean do not depend on the order in which they come
-(strategies/exact_sum.py).
+(strategies/aggregation.py).
 """
 
 import json
@@ -17,20 +17,26 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from models import StagedModel
-from protocol.array_records import array_record, joined, tensors
-from protocol.arrays import Arrays, mismatch
+from protocol.arrays import Arrays, array_record, joined, mismatch, tensors
 from protocol.code import place_of
 from protocol.config import RunConfig
 from protocol.messages import RosterEntry, TrainReply, message_content
-from strategies.aggregation import capped_counts, coordinate_wise, selected, with_enough_replies
+from strategies.aggregation import (
+    ExactSum,
+    capped_counts,
+    coordinate_wise,
+    selected,
+    with_enough_replies,
+)
 from strategies.cohort import Cohort
-from strategies.exact_sum import ExactSum
-from strategies.replies import RoundReplies, RoundReport, TooFewRepliesError
 from strategies.server_optimizers import server_optimizer
 from strategies.validation import (
     RECORD_BYTES,
     ExpectedReply,
     NormReference,
+    RoundReplies,
+    RoundReport,
+    TooFewRepliesError,
     beyond_norms,
     largest_values,
 )

@@ -1,18 +1,132 @@
-"""The run's clients, and the cohort of each round."""
+"""The run's clients, and the cohort of each round: who is sampled, and who is in backoff.
+
+A dead client costs a whole timeout in each round in which it is sampled. After `backoff-after`
+failures in a row it is not sampled, or not evaluated, for five rounds. Then one more failure
+excludes it again, and one success clears it.
+"""
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any
 
 import numpy as np
 
 from protocol.config_keys import RoundsConfig
 from protocol.messages import RosterEntry
+from protocol.seeds import seed_of
 from protocol.text import num_of
-from strategies.backoff import BACKOFF_ROUNDS, Backoff
-from strategies.sampling import FIRST_NODE, ClientNames, sample_cohort
 
+FIRST_NODE = 2  # the node of simulated client 0; 1 is Flower's SuperLink
+BACKOFF_ROUNDS = 5  # length of a backoff
 log = logging.getLogger("keel.server")
 ClientState = dict[str, dict[str, int] | dict[str, list[int]]]
+
+
+def sample_cohort(
+    clients: np.ndarray, unavailable: Collection[Any], fraction: float, seed: int, server_round: int
+) -> list[Any]:
+    """The sampled clients, in alphabetical order.
+
+    clients: their names in alphabetical order, or their numbers in that of their names. Drawn is a
+    `fraction` of all (at least one), without replacement, from those that are available. The draw
+    depends on the run's seed, the round and the clients' names alone: Flower's own sampling depends
+    on node ids, which are random.
+    """
+    available = clients
+    if unavailable:
+        available = clients[~np.isin(clients, list(unavailable))]
+    count = min(max(1, round(fraction * len(clients))), len(available))
+    rng = np.random.default_rng(seed_of(seed, server_round, "sampling"))
+    chosen = np.sort(rng.choice(len(available), size=count, replace=False))
+    found: list[Any] = available[chosen].tolist()
+    return found
+
+
+def name_order(num_clients: int) -> np.ndarray:
+    """The numbers 0 to N - 1 in alphabetical order of their names, client-0000 and so on.
+
+    With more than 10,000 clients this is not numerical order: client-10000 precedes client-1001.
+    """
+    numbers = np.arange(num_clients)
+    width = np.maximum(np.floor(np.log10(np.maximum(numbers, 1))).astype(np.int64) + 1, 4)
+    scaled = numbers * 10 ** (18 - width)  # as if filled with zeros on the right
+    return np.lexsort((width, scaled))
+
+
+def name_of(number: int) -> str:
+    """A simulated client's name."""
+    return f"client-{number:04d}"
+
+
+class ClientNames(Set[str]):
+    """The names of clients 0 to N - 1."""
+
+    def __init__(self, num_clients: int) -> None:
+        self.num_clients = num_clients
+        self.in_order = name_order(num_clients)
+
+    def number(self, name: str) -> int:
+        """The client's number; -1 if no client has this name."""
+        _, _, digits = name.partition("client-")
+        number = int(digits) if digits.isdecimal() else -1
+        return number if number < self.num_clients and name_of(number) == name else -1
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self.number(name) >= 0
+
+    def __iter__(self) -> Iterator[str]:
+        return (name_of(int(number)) for number in self.in_order)
+
+    def __len__(self) -> int:
+        return self.num_clients
+
+    @classmethod
+    def _from_iterable(cls, names: Iterable[str]) -> set[str]:  # type: ignore[override]
+        return set(names)
+
+
+class Backoff:
+    """Each client's failures in a row, and the last round of its backoff."""
+
+    def __init__(self, backoff_after: int) -> None:
+        self.backoff_after = backoff_after  # failures in a row; 0: never
+        self.failures: dict[str, int] = {}
+        self.last_rounds: dict[str, int] = {}
+
+    def backed_off(self, server_round: int, clients: Collection[str], min_left: int) -> set[str]:
+        """The clients that are backed off in this round; none if fewer than `min_left` remain."""
+        found = {
+            client
+            for client, last in self.last_rounds.items()
+            if server_round <= last < server_round + BACKOFF_ROUNDS and client in clients
+        }
+        return found if len(clients) - len(found) >= min_left else set()
+
+    def note(self, server_round: int, good: Collection[str], failed: Collection[str]) -> list[str]:
+        """Record a round; returns the clients that are backed off from the next round on."""
+        for client in good:
+            self.failures.pop(client, None)
+            self.last_rounds.pop(client, None)
+        for client in sorted(failed):  # the order is in the checkpoint
+            self.failures[client] = self.failures.get(client, 0) + 1
+        if not self.backoff_after:
+            return []
+        new = sorted(c for c in failed if self.failures[c] >= self.backoff_after)
+        for client in new:
+            self.last_rounds[client] = server_round + BACKOFF_ROUNDS
+        return new
+
+    def state(self) -> dict[str, list[int]]:
+        """[failures, last round of the backoff] of each client that has failed lately."""
+        return {
+            client: [failures, self.last_rounds.get(client, 0)]
+            for client, failures in self.failures.items()
+        }
+
+    def load(self, state: Mapping[str, Sequence[int]]) -> None:
+        """Restore what `state` returned."""
+        self.failures = {client: failures for client, (failures, _) in state.items()}
+        self.last_rounds = {client: last for client, (_, last) in state.items() if last}
 
 
 class Cohort:

@@ -113,7 +113,7 @@ class FedACGStep(ServerOptimizer):
     """FedACG (Kim et al. 2024): clients start from the look-ahead model wh = w + lambda m.
 
     m <- lambda m + (A - wh);  w <- w + m, which is A itself. The global model is w, never wh. The
-    clients' term is in client_app/drift.py.
+    clients' term is in client_app/objective.py.
     """
 
     def __init__(self, options: FedACGOptions) -> None:

@@ -14,7 +14,7 @@ from client_fixtures import (
 
 import client_app.process_cache
 from client_app.evaluation import evaluate
-from client_app.precision import resolved
+from client_app.networks import resolved
 
 METHODS = ("fedavg", "moon", "fedintr", "fedcka", "fedrcl", "fedrep")
 

@@ -27,8 +27,7 @@ import client_app.handlers
 import client_app.trainer
 from client_app.evaluation import predictions
 from client_app.methods.fedcr import FedCR
-from client_app.networks import placed
-from client_app.precision import forward_in, products
+from client_app.networks import forward_in, placed, products
 from client_app.setup import model_for, open_source
 from client_app.worker_client import worker_status, worker_variable
 from flower_adapter import GPU_LOST

@@ -13,10 +13,9 @@ from flower_adapter import begin_task
 from protocol.config import resolve_config
 from server_app.experiment import build_experiment
 from server_app.inline import run_inline, with_num_clients
-from server_app.pool import WorkerPool
+from server_app.pool import FlowerWorkers, WorkerPool
 from server_app.preflight import checked_machines
 from server_app.run import run_federation
-from server_app.workers import FlowerWorkers
 
 KEYS = SMALL | {"method": "fedintr", "local-test-fraction": 0.2, "evaluate-clients": "all"}
 
@@ -101,7 +100,7 @@ class Simulation(InlineGrid):
 
 @pytest.fixture
 def simulation(monkeypatch):
-    monkeypatch.setattr("server_app.workers.SETTLE_S", 0.01)
+    monkeypatch.setattr("server_app.pool.SETTLE_S", 0.01)
     return Simulation(2)
 
 

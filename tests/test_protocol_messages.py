@@ -10,7 +10,7 @@ from flwr.app import Array, ArrayRecord, Message, RecordDict
 from run_fixtures import FACTS
 
 from flower_adapter import begin_task, from_bytes, to_bytes
-from protocol.array_records import array_record, tensors
+from protocol.arrays import DTYPES, array_record, packed_pieces, tensors
 from protocol.config import resolve_config
 from protocol.messages import (
     RosterEntry,
@@ -27,7 +27,6 @@ from protocol.messages import (
     request_record,
     roster_content,
 )
-from protocol.packing import DTYPES, packed_pieces
 
 
 @pytest.fixture(autouse=True)

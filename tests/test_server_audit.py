@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from run_fixtures import audit_of, resume, summary_of
 
-from protocol.chained import Chain, read_chain
-from server_app.audit import AuditLog, check_audit
+from protocol.files import Chain, read_chain
+from server_app.manifest import AuditLog, check_audit
+from server_app.pool import InlineWorkers
 from server_app.run_reader import AUDIT_FILE, RunReader
-from server_app.workers import InlineWorkers
 
 
 @pytest.fixture

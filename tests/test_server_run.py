@@ -30,9 +30,9 @@ import server_app.run_directory
 from client_app.setup import model_for, open_source, pixels_of
 from protocol.config import resolve_config
 from protocol.messages import TrainReply
-from server_app.finish import DivergedError
 from server_app.inline import run_inline
 from server_app.observers import RunObserver
+from server_app.report import DivergedError
 from strategies import Average
 from strategies.average import TooFewRepliesError
 

@@ -6,9 +6,7 @@ import pytest
 
 from protocol.config import resolve_config
 from protocol.messages import RosterEntry
-from strategies.backoff import BACKOFF_ROUNDS
-from strategies.cohort import Cohort
-from strategies.sampling import FIRST_NODE, ClientNames, name_of
+from strategies.cohort import BACKOFF_ROUNDS, FIRST_NODE, ClientNames, Cohort, name_of
 
 
 def cohort_of(num_clients, nodes=None, **keys):

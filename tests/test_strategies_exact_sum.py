@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_fixtures import same_bits
 
-from strategies.exact_sum import PIECE, ExactSum
+from strategies.aggregation import PIECE, ExactSum
 
 
 def summed(arrays, weights, limit=1e4, order=None, max_weight=None):

@@ -21,9 +21,8 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from client_app.drift import drift_from
 from client_app.method import Update
-from client_app.objective import LocalObjective
+from client_app.objective import LocalObjective, drift_from
 from client_app.round import RoundContext
 from client_app.samples import Duration
 from client_app.trainer import copy_of, fit

@@ -29,9 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from client_app.feature_cache import cached
 from client_app.method import ModelParts, Update
-from client_app.round import RoundContext
+from client_app.round import RoundContext, cached
 from client_app.samples import Duration, Step
 from client_app.split_model import TunedHead, extractor_of, head_of, unfreeze, with_own_head
 from client_app.trainer import fit

@@ -15,8 +15,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from client_app.drift import drift_from, unsquared_drift_from
-from client_app.objective import Batch, LocalObjective
+from client_app.objective import Batch, LocalObjective, drift_from, unsquared_drift_from
 from protocol.options import at_least, option, true_or_false
 
 

@@ -26,10 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from client_app.feature_cache import cached
 from client_app.method import Method, Update
 from client_app.privacy import privatise
-from client_app.round import RoundContext
+from client_app.round import RoundContext, cached
 from client_app.samples import Duration
 from client_app.trainer import copy_of, fit
 from models import Extractor, StagedModel

@@ -34,9 +34,8 @@ from protocol.config import keel_home
 from protocol.files import digest, private_files, write_output
 from protocol.options import typed
 from protocol.text import in_one_line, num_of, printable, shortened
-from server_app.history import CURVES, duration
+from server_app.history import CURVES, duration, summarise
 from server_app.run_reader import CONFIG_FILE, LOCK_FILE
-from server_app.summary import summarise
 
 STOP_TIMEOUT_S = 90.0
 MAX_NAME_BYTES = 200  # of a run's name, in the name of a plot

@@ -18,8 +18,7 @@ from keel.cli.runs import JsonOption, percent, row_of
 from keel.runs import COLOURS, FINISHED, RUNNING, SavedRun, find_run
 from keel.tables import terminal_console
 from protocol.text import printable
-from server_app.history import CURVES, Line, curve, duration
-from server_app.summary import privacy_text
+from server_app.history import CURVES, Line, curve, duration, privacy_text
 
 RECENT_ROUNDS = 10  # whose left out clients are named
 SHOWN_ROUNDS = 15  # rows of the live table

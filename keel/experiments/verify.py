@@ -17,9 +17,8 @@ from keel.experiments.runs import machines_of
 from protocol.config import default_config
 from protocol.files import digest
 from protocol.text import num_of, printable
-from server_app.audit import check_audit
 from server_app.inline import run_inline
-from server_app.manifest import newest_states, signed_files, versions
+from server_app.manifest import check_audit, newest_states, signed_files, versions
 from server_app.observers import RunInfo, RunObserver
 from server_app.run_reader import AUDIT_FILE, MANIFEST_FILE, SUMMARY_FILE, RunReader
 

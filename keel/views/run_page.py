@@ -22,9 +22,8 @@ from keel.views.charts import (
 from keel.views.store import TRAFFIC, ShownRun, part_of
 from protocol.options import typed
 from protocol.text import in_one_line
-from server_app.history import CURVES, HEADLINE, Line, duration
+from server_app.history import CURVES, HEADLINE, Line, duration, privacy_text
 from server_app.run_reader import LOG_FILE, ROSTER_FILE
-from server_app.summary import privacy_text
 
 MAX_ROUNDS = 40  # columns of the clients' heat map
 MAX_CLIENTS = 40  # its rows: the worst

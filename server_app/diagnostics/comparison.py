@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from client_app.precision import products
+from client_app.networks import products
 from client_app.samples import Samples
 from client_app.setup import pixels_of
 from client_app.similarity import linear_view

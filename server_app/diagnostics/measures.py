@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from client_app.drift import squared_distance
+from client_app.objective import squared_distance
 from client_app.similarity import linear_alignment, unit_features
 
 RESOLUTION = 1e-12  # a variance below this share of the largest is float32 rounding

@@ -6,9 +6,8 @@ from method_fixtures import METHODS
 from run_fixtures import SMALL, assert_same_run, history_of, resume
 
 from flower_adapter import NO_REPLY
-from server_app.pool import WorkerPool
+from server_app.pool import InlineWorkers, WorkerPool
 from server_app.run import run_federation
-from server_app.workers import InlineWorkers
 
 short = {"local-epochs": 0, "evaluate-global": False}
 

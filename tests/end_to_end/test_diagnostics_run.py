@@ -17,7 +17,7 @@ from run_fixtures import NUM_CLIENTS, SMALL, final_model, resume, same_bits, wit
 from safetensors.torch import load_file
 
 import server_app.diagnostics.comparison
-import server_app.finish
+import server_app.report
 from client_app.setup import forget_sources, model_for, open_source
 from keel.cli.main import main
 from protocol.config import resolve_config
@@ -33,7 +33,7 @@ PERSONAL = {"local-test-fraction": 0.2, "num-rounds": 1, "local-epochs": 1}
 @pytest.fixture
 def run(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     """conftest's small runs, without diagnostics' pictures either."""
-    monkeypatch.setattr(server_app.finish, "plot_rounds", lambda *what: None)
+    monkeypatch.setattr(server_app.report, "plot_rounds", lambda *what: None)
     return run
 
 

@@ -27,8 +27,8 @@ from keel.cli.main import main
 from keel.experiments.verify import unfinished
 from keel.runs import SavedRun
 from protocol.processes import num_cores
+from server_app.pool import InlineWorkers
 from server_app.run_reader import RunReader
-from server_app.workers import InlineWorkers
 
 WHOLE = ["model=cnn-fedreco", "lr=0.05", "alpha=5", "num-rounds=3"]
 SMALL = ["model=cnn-fedreco", "data-fraction=0.4", *WHOLE[1:]]

@@ -15,8 +15,8 @@ from client_app.methods.moon import MOON
 from keel.runs import SavedRun
 from protocol.config import keel_version
 from server_app.inline import run_inline
+from server_app.pool import InlineWorkers
 from server_app.run_reader import RunReader
-from server_app.workers import InlineWorkers
 from strategies.average import TooFewRepliesError
 
 root = Path(__file__).parents[2]

@@ -154,6 +154,6 @@ def test_an_app_bundle_has_the_digest_of_the_checkout_and_changed_sources_have_a
 @pytest.mark.parametrize(("precision", "noted"), [("auto", ["bf16"]), ("fp32", ["fp32"])])
 def test_what_auto_precision_was_is_noted(precision, noted, run, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-    monkeypatch.setattr("client_app.precision.auto_min_parameters", 0)
+    monkeypatch.setattr("client_app.networks.auto_min_parameters", 0)
     folder = run({"precision": precision, "num-rounds": 1, "device": "cpu"}, 2)
     assert precision_of(folder) == noted
