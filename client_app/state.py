@@ -10,21 +10,27 @@ another run is refused until it is restored or an operator creates the file `res
 In deployment the file `run-id` names the run that the state belongs to.
 """
 
-import json
 import logging
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from safetensors.torch import load
-
-from protocol.arrays import Arrays, packed_pieces
-from protocol.files import RESET_FILE, STATE_FILE, digest, remove_parts, write_atomically
+from protocol.arrays import Arrays, packed_pieces, unpacked
+from protocol.files import (
+    RESET_FILE,
+    STATE_FILE,
+    VERSION_NAME,
+    digest,
+    remove_parts,
+    round_of,
+    versions_in,
+    write_atomically,
+    write_version,
+)
 
 log = logging.getLogger("keel.client")
 Groups = dict[str, Arrays]
-version_name = re.compile(r"round-(\d+)-([0-9a-f]{16})\.safetensors")
 reset_record = re.compile(r"state-was-reset-(\d+)")  # the round that followed
 state_file = re.compile(STATE_FILE)
 NUM_CHECKPOINTS = 2  # that the server keeps
@@ -77,7 +83,7 @@ class StateFolder:
         may be trained again.
         """
         versions = versions_in(self.folder)
-        newest = versions[-1][0] if versions else 0
+        newest = round_of(versions[-1]) if versions else 0
         if newest and self._is_of_another_run():
             self._refuse_unless_allowed(
                 f"{self.folder} has state of another run of this name, up to round {newest}",
@@ -85,7 +91,7 @@ class StateFolder:
                 to="set that state aside",
             )
             return {}
-        self._newer = {path for round_, path in versions if round_ >= before_round}
+        self._newer = {path for path in versions if round_of(path) >= before_round}
         if newest - before_round >= self.max_ahead:
             self._refuse_unless_allowed(
                 f"the server is behind: it asks for round {before_round}, this client has round "
@@ -95,9 +101,9 @@ class StateFolder:
             )
         problem, found = "", 0
         groups: Groups = {}
-        for round_, path in reversed([v for v in versions if v[0] < before_round]):
+        for path in reversed([each for each in versions if each not in self._newer]):
             try:
-                groups, found = read_version(path), round_
+                groups, found = read_version(path), round_of(path)
                 break
             except DamagedVersion as error:
                 problem = problem or str(error)
@@ -142,13 +148,14 @@ class StateFolder:
         """
         if self._is_of_another_run():
             for path in sorted(self.folder.iterdir()):
-                if version_name.fullmatch(path.name) or reset_record.fullmatch(path.name):
+                if VERSION_NAME.fullmatch(path.name) or reset_record.fullmatch(path.name):
                     path.rename(path.with_suffix(".set-aside"))
-        replaced = [(r, path) for r, path in versions_in(self.folder) if r >= round_]
-        if any(r > round_ and path not in self._newer for r, path in replaced):
+        replaced = [path for path in versions_in(self.folder) if round_of(path) >= round_]
+        last = round_of(replaced[-1]) if replaced else round_
+        if any(round_of(path) > round_ and path not in self._newer for path in replaced):
             raise ValueError(
-                f"round {round_} is over, and this client has since trained in round "
-                f"{replaced[-1][0]}: the late result is dropped, and the newer state stays"
+                f"round {round_} is over, and this client has since trained in round {last}: the "
+                "late result is dropped, and the newer state stays"
             )
         flat = {
             f"{group}{separator}{name}": array
@@ -160,13 +167,13 @@ class StateFolder:
         remove_parts(self.folder)
         if self._saved_run_id() != self.run_id:
             write_atomically(self.folder / RUN_ID_FILE, self.run_id.encode())
-        path = self.folder / f"round-{round_:05d}-{digest(*pieces)}.safetensors"
-        write_atomically(path, *pieces)
-        is_reset = bool(replaced) and replaced[-1][0] - round_ >= self.max_ahead
-        for _, stale in replaced:
-            if is_reset and stale != path:
+        path = write_version(self.folder, round_, *pieces)
+        for stale in replaced:
+            if stale == path:
+                continue
+            if last - round_ >= self.max_ahead:
                 stale.rename(stale.with_suffix(".set-aside"))
-            elif stale != path:
+            else:
                 stale.unlink(missing_ok=True)
         marker = self.folder / RESET_FILE
         if marker.exists():
@@ -182,9 +189,9 @@ class StateFolder:
         versions = versions_in(self.folder)
         needed = versions[-2:]
         for checkpoint in checkpoint_rounds:
-            needed += [version for version in versions if version[0] <= checkpoint][-1:]
+            needed += [version for version in versions if round_of(version) <= checkpoint][-1:]
         for version in set(versions).difference(needed):
-            version[1].unlink(missing_ok=True)  # a worker that is late may prune too
+            version.unlink(missing_ok=True)  # a worker that is late may prune too
 
     def _saved_run_id(self) -> str:
         path = self.folder / RUN_ID_FILE
@@ -200,20 +207,12 @@ class StateFolder:
         return max((int(match[1]) for match in found if match), default=0)
 
 
-def versions_in(folder: Path) -> list[tuple[int, Path]]:
-    """(round, file) of each version of a client's state, the oldest first."""
-    if not folder.exists():
-        return []
-    found = ((version_name.fullmatch(path.name), path) for path in folder.iterdir())
-    return sorted((int(match[1]), path) for match, path in found if match)
-
-
 def newest_state(folder: Path, before_round: int) -> Groups:
     """The newest version of a round < `before_round` there, to be looked at; {} if there is none.
 
     ValueError, naming the file, if it is damaged.
     """
-    paths = [path for round_, path in versions_in(folder) if round_ < before_round]
+    paths = versions_in(folder, before_round - 1)
     return read_version(paths[-1]) if paths else {}
 
 
@@ -226,8 +225,8 @@ def read_version(path: Path) -> Groups:
     content = path.read_bytes()
     if digest(content) not in path.name:
         raise DamagedVersion(f"{path} is damaged")
-    about = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    owner = about["__metadata__"]["client"]
+    arrays, about = unpacked(content)
+    owner = about["client"]
     if owner != path.parent.name:
         raise ResetNeeded(
             f"{path} is of client {owner!r}, and this is {path.parent.name!r}: remove the file and "
@@ -235,7 +234,7 @@ def read_version(path: Path) -> Groups:
             path.parent,
         )
     groups: Groups = {}
-    for name, array in load(content).items():
+    for name, array in arrays.items():
         group, _, rest = name.partition(separator)
         groups.setdefault(group, {})[rest] = array
     return groups

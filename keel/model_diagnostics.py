@@ -12,10 +12,9 @@ from safetensors.torch import load_file
 
 from client_app.networks import placed
 from client_app.setup import build_network, device_or_cpu, open_source
-from client_app.state import version_name
 from models import StagedModel
 from protocol.arrays import Arrays, mismatch
-from protocol.files import digest, write_atomically
+from protocol.files import VERSION_NAME, digest, write_atomically
 from protocol.text import in_one_line, shortened
 from server_app.diagnostics.comparison import Comparison, chosen_diagnostics, probe_of
 from server_app.diagnostics.plots import plot_models
@@ -131,7 +130,7 @@ def saved_model(run: RunReader, model: str) -> tuple[str, Arrays]:
         raise ValueError(f"{model!r} is neither a client with state in {folder} nor a file")
     if path.name == MODEL_FILE:
         check_is_as_written(path, RunReader(path.parent).manifest)
-    elif version_name.fullmatch(path.name) and digest(path.read_bytes()) not in path.name:
+    elif VERSION_NAME.fullmatch(path.name) and digest(path.read_bytes()) not in path.name:
         raise ValueError(f"{path} is damaged: its content does not have the digest in its name")
     try:
         arrays = load_file(path)

@@ -240,6 +240,12 @@ def joined(*records: ArrayRecord) -> ArrayRecord:
     return whole
 
 
+def unpacked(content: bytes) -> tuple[Arrays, dict[str, str]]:
+    """(arrays, metadata) in bytes of the safetensors format. Raises UNREADABLE for others."""
+    length = int.from_bytes(content[:8], "little")
+    return load(content), json.loads(content[8 : 8 + length])["__metadata__"]
+
+
 def tensors(record: ArrayRecord | None) -> Arrays:
     """The tensors in a record, in their order; {} for none. Do not modify them.
 
@@ -254,8 +260,8 @@ def tensors(record: ArrayRecord | None) -> Arrays:
         length = int.from_bytes(array.data[:8], "little")
         if array.stype != PACKED or length > MAX_HEADER_BYTES:
             raise ValueError(f"{name!r} holds no arrays packed by Keel")
-        names = json.loads(json.loads(array.data[8 : 8 + length])["__metadata__"]["names"])
-        values = load(array.data)
+        values, about = unpacked(array.data)
+        names = json.loads(about["names"])
         if set(names) != values.keys() or values.keys() & found.keys():
             raise ValueError(f"{name!r} holds other arrays than it names")
         found |= {key: values[key] for key in names}

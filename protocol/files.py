@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import secrets
 import stat
 import threading
@@ -23,10 +24,8 @@ from typing import Any
 # An operator creates it to give up lost client state; what a client refuses without it names it.
 RESET_FILE = "reset-state"
 # Files in the folder of a client's state; no folder there may have such a name.
-STATE_FILE = (
-    r"(?:round-\d+-[0-9a-f]{16}|(?:state-was-reset|begun-anew)-\d+)(?:\..*)?"
-    r"|reset-state|begin-anew|run-id"
-)
+STATE_FILE = r"(?:round-\d+-[0-9a-f]{16}|state-was-reset-\d+)(?:\..*)?|reset-state|run-id"
+VERSION_NAME = re.compile(r"round-\d+-[0-9a-f]{16}\.safetensors")  # checkpoint, client state
 # In the run directory: the server adds a round's line when it has ended the round.
 HISTORY_FILE = "history.jsonl"
 DAY_S = 86400.0
@@ -112,6 +111,29 @@ def write_atomically(path: Path, *pieces: Any) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def write_version(folder: Path, round_: int, *pieces: Any) -> Path:
+    """Write a checkpoint, or a client's state, after this round; its digest is in its name."""
+    path = folder / f"round-{round_:05d}-{digest(*pieces)}.safetensors"
+    write_atomically(path, *pieces)
+    return path
+
+
+def round_of(version: Path) -> int:
+    """The round in the name of a checkpoint or of a client's state."""
+    return int(version.name.split("-")[1])
+
+
+def versions_in(folder: Path, last_round: int | None = None) -> list[Path]:
+    """The checkpoints, or versions of a client's state, in a folder, oldest first.
+
+    last_round: without those of later rounds.
+    """
+    found = [p for p in folder.glob("round-*") if VERSION_NAME.fullmatch(p.name)]
+    if last_round is not None:
+        found = [path for path in found if round_of(path) <= last_round]
+    return sorted(found, key=lambda path: (round_of(path), path))
 
 
 def write_output(path: Path, content: bytes) -> None:

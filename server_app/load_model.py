@@ -23,12 +23,12 @@ from client_app.setup import build_network
 from client_app.state import newest_state
 from models import StagedModel
 from protocol.arrays import Arrays
-from protocol.files import digest
+from protocol.files import digest, round_of, versions_in
 from protocol.messages import DatasetSpec
 from protocol.processes import check_not_forked
 from protocol.text import in_one_line, num_of
 from server_app.run_directory import read_arrays
-from server_app.run_reader import MODEL_FILE, RunReader, round_of, versions_in
+from server_app.run_reader import MODEL_FILE, RunReader
 
 log = logging.getLogger("keel.server")
 

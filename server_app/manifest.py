@@ -39,7 +39,7 @@ from client_app.machine import machine, package_versions, processors
 from client_app.setup import device_for
 from protocol.code import code_version, sources_digest
 from protocol.config import RunConfig, app_folder, keel_version
-from protocol.files import Chain, digest, read_chain, write_atomically
+from protocol.files import Chain, digest, read_chain, versions_in, write_atomically
 from protocol.messages import MachineReport
 from server_app.run_reader import (
     AUDIT_FILE,
@@ -51,7 +51,6 @@ from server_app.run_reader import (
     MODEL_FILE,
     SUMMARY_FILE,
     RunReader,
-    versions_in,
 )
 
 log = logging.getLogger("keel.server")

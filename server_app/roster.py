@@ -23,7 +23,7 @@ from protocol.files import digest, write_atomically
 from protocol.messages import RosterEntry, roster_entry
 from protocol.text import num_of, shortened
 from server_app.run_reader import DAMAGE
-from server_app.simulated_roster import MAX_LISTED, SimulatedRoster, TrainSizes
+from server_app.simulated_roster import MAX_LISTED, SimulatedRoster
 from strategies.cohort import name_of
 
 
@@ -73,7 +73,7 @@ def clients_of(config: RunConfig, roster: Mapping[int, RosterEntry]) -> Clients:
             num=len(roster),
             num_train=roster.num_train,
             are_simulated=True,
-            sizes=TrainSizes(roster),
+            sizes=dict(zip(roster.node_of, roster.sizes[:, 0].tolist(), strict=True)),
             shown=shown,
             split=split_digest(config, shown),
         )

@@ -13,14 +13,21 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, TextIO
 
-from safetensors import safe_open
-
 from client_app.methods import method_of
 from client_app.node_config import RUN_NAME
 from client_app.state import NUM_CHECKPOINTS
-from protocol.arrays import UNREADABLE, Arrays, Pieces, mismatch, packed_pieces
+from protocol.arrays import UNREADABLE, Arrays, Pieces, mismatch, packed_pieces, unpacked
 from protocol.config import RunConfig, keel_home, resolve_config
-from protocol.files import append_line, digest, full_path, remove_parts, write_atomically
+from protocol.files import (
+    append_line,
+    digest,
+    full_path,
+    remove_parts,
+    round_of,
+    versions_in,
+    write_atomically,
+    write_version,
+)
 from protocol.options import OptionValue
 from protocol.text import num_of
 from server_app.history import Line
@@ -36,8 +43,6 @@ from server_app.run_reader import (
     RunReader,
     check_has_rounds_left,
     new_path,
-    round_of,
-    versions_in,
 )
 
 log = logging.getLogger("keel.server")
@@ -147,12 +152,10 @@ class RunDirectory:
         """
         directory = self.path / "checkpoints"
         directory.mkdir(exist_ok=True)
-        pieces = checkpoint.pieces()
-        name = f"round-{checkpoint.round:05d}-{digest(*pieces)}.safetensors"
-        write_atomically(directory / name, *pieces)
+        path = write_version(directory, checkpoint.round, *checkpoint.pieces())
         oldest = checkpoint.round - (NUM_CHECKPOINTS - 1) * self.checkpoint_interval
         for other in versions_in(directory):
-            if other.name != name and not oldest <= round_of(other) < checkpoint.round:
+            if other != path and not oldest <= round_of(other) < checkpoint.round:
                 other.unlink()
 
     def checkpoint_rounds(self) -> list[int]:
@@ -338,11 +341,8 @@ def save_arrays(path: Path, arrays: Arrays, about: Mapping[str, str]) -> None:
 
 def read_arrays(path: Path) -> tuple[Arrays, dict[str, str]]:
     """(arrays, metadata) of a file of `save_arrays`; ValueError if it is damaged."""
-    with path.open("rb"):  # OSError with the reason: safetensors calls every file missing
-        pass
     try:
-        with safe_open(path, framework="pt") as file:
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return arrays, json.loads(file.metadata()["about"])
+        arrays, metadata = unpacked(path.read_bytes())
+        return arrays, json.loads(metadata["about"])
     except UNREADABLE as error:
         raise ValueError(f"{path} is damaged: {error}") from error

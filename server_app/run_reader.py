@@ -30,7 +30,7 @@ from typing import Any
 
 from protocol.config import RunConfig, config_from_json, default_config, keel_home
 from protocol.files import HISTORY_FILE as HISTORY_FILE
-from protocol.files import full_path
+from protocol.files import full_path, versions_in
 from protocol.text import num_of
 from server_app.history import Line
 
@@ -38,7 +38,6 @@ LAYOUT = 2
 CONFIG_FILE, MANIFEST_FILE, SUMMARY_FILE = "config.json", "manifest.json", "summary.json"
 CLIENTS_FILE, AUDIT_FILE, ROSTER_FILE = "clients.jsonl", "audit.jsonl", "roster.json"
 LOG_FILE, LOCK_FILE, MODEL_FILE = "run.log", ".lock", "model.safetensors"
-CHECKPOINT = "round-[0-9]*-*.safetensors"  # or client state
 STARTING = {"status": "starting"}  # the summary of a run that has not written one
 # what reading JSON of another form raises
 DAMAGE = (ValueError, AttributeError, LookupError, TypeError, RecursionError)
@@ -202,20 +201,6 @@ def lines_in_order(path: Path) -> list[Line]:
 def missing(path: Path, server_round: int) -> ValueError:
     """The refusal of a history without this round."""
     return ValueError(f"{path} is damaged: round {server_round} is missing; {COPY}")
-
-
-def round_of(version: Path) -> int:
-    """The round in the name of a checkpoint or of a client state."""
-    return int(version.name.split("-")[1])
-
-
-def versions_in(folder: Path, last_round: int | None = None) -> list[Path]:
-    """The checkpoints, or versions of client state, in a folder, oldest first.
-
-    last_round: without those of later rounds, which were interrupted.
-    """
-    found = [p for p in folder.glob(CHECKPOINT) if last_round is None or round_of(p) <= last_round]
-    return sorted(found, key=lambda path: (round_of(path), path))
 
 
 def runs_directory(config: RunConfig) -> Path:

@@ -17,7 +17,7 @@ from client_app.setup import client_indices, model_for, representation_width, sp
 from data.sources import Source
 from protocol.config import RunConfig
 from protocol.messages import RosterEntry
-from strategies.cohort import FIRST_NODE, ClientNames, name_of
+from strategies.cohort import FIRST_NODE, name_of
 
 CACHED_ENTRIES = 4096
 MAX_LISTED, NUM_SHOWN = 10_000, 1000  # of more clients, files and pictures show the first thousand
@@ -28,7 +28,6 @@ class SimulatedRoster(Mapping[int, RosterEntry]):
 
     def __init__(self, config: RunConfig, source: Source, num_clients: int) -> None:
         self.config, self.source, self.num_clients = config, source, num_clients
-        self.names = ClientNames(num_clients)
         self.parts = split_over_clients(config, num_clients)  # raises where it is impossible
         self.widths = {
             name: representation_width(config, model_for(config, source, name))
@@ -89,6 +88,11 @@ class SimulatedRoster(Mapping[int, RosterEntry]):
             num_test = np.bincount(owners, of_class, self.num_clients).astype(np.int64)
         return np.stack([total - num_test, num_test], axis=1)
 
+    @cached_property
+    def node_of(self) -> dict[str, int]:
+        """The node of each client, by name."""
+        return {name_of(number): FIRST_NODE + number for number in range(self.num_clients)}
+
     @property
     def num_train(self) -> int:
         """Training samples of all clients."""
@@ -98,22 +102,3 @@ class SimulatedRoster(Mapping[int, RosterEntry]):
         """All entries; of more than `MAX_LISTED` clients the first thousand."""
         num = len(self) if len(self) <= MAX_LISTED else NUM_SHOWN
         return [self[node] for node in itertools.islice(self, num)]
-
-
-class TrainSizes(Mapping[str, int]):
-    """Client name to number of training samples, read when it is asked for."""
-
-    def __init__(self, roster: SimulatedRoster) -> None:
-        self.roster = roster
-
-    def __getitem__(self, name: str) -> int:
-        number = self.roster.names.number(name)
-        if number < 0:
-            raise KeyError(name)
-        return int(self.roster.sizes[number, 0])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.roster.names)
-
-    def __len__(self) -> int:
-        return len(self.roster)

@@ -6,8 +6,7 @@ excludes it again, and one success clears it.
 """
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
 import numpy as np
 
@@ -22,67 +21,9 @@ log = logging.getLogger("keel.server")
 ClientState = dict[str, dict[str, int] | dict[str, list[int]]]
 
 
-def sample_cohort(
-    clients: np.ndarray, unavailable: Collection[Any], fraction: float, seed: int, server_round: int
-) -> list[Any]:
-    """The sampled clients, in alphabetical order.
-
-    clients: their names in alphabetical order, or their numbers in that of their names. Drawn is a
-    `fraction` of all (at least one), without replacement, from those that are available. The draw
-    depends on the run's seed, the round and the clients' names alone: Flower's own sampling depends
-    on node ids, which are random.
-    """
-    available = clients
-    if unavailable:
-        available = clients[~np.isin(clients, list(unavailable))]
-    count = min(max(1, round(fraction * len(clients))), len(available))
-    rng = np.random.default_rng(seed_of(seed, server_round, "sampling"))
-    chosen = np.sort(rng.choice(len(available), size=count, replace=False))
-    found: list[Any] = available[chosen].tolist()
-    return found
-
-
-def name_order(num_clients: int) -> np.ndarray:
-    """The numbers 0 to N - 1 in alphabetical order of their names, client-0000 and so on.
-
-    With more than 10,000 clients this is not numerical order: client-10000 precedes client-1001.
-    """
-    numbers = np.arange(num_clients)
-    width = np.maximum(np.floor(np.log10(np.maximum(numbers, 1))).astype(np.int64) + 1, 4)
-    scaled = numbers * 10 ** (18 - width)  # as if filled with zeros on the right
-    return np.lexsort((width, scaled))
-
-
 def name_of(number: int) -> str:
     """A simulated client's name."""
     return f"client-{number:04d}"
-
-
-class ClientNames(Set[str]):
-    """The names of clients 0 to N - 1."""
-
-    def __init__(self, num_clients: int) -> None:
-        self.num_clients = num_clients
-        self.in_order = name_order(num_clients)
-
-    def number(self, name: str) -> int:
-        """The client's number; -1 if no client has this name."""
-        _, _, digits = name.partition("client-")
-        number = int(digits) if digits.isdecimal() else -1
-        return number if number < self.num_clients and name_of(number) == name else -1
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and self.number(name) >= 0
-
-    def __iter__(self) -> Iterator[str]:
-        return (name_of(int(number)) for number in self.in_order)
-
-    def __len__(self) -> int:
-        return self.num_clients
-
-    @classmethod
-    def _from_iterable(cls, names: Iterable[str]) -> set[str]:  # type: ignore[override]
-        return set(names)
 
 
 class Backoff:
@@ -144,29 +85,34 @@ class Cohort:
         self.backoff = Backoff(rounds.backoff_after)
 
     @property
+    def node_of(self) -> Mapping[str, int]:
+        """The node of each client, by name."""
+        found: Mapping[str, int] | None = getattr(self.roster, "node_of", None)  # simulated clients
+        return {e.client: node for node, e in self.roster.items()} if found is None else found
+
+    @property
     def clients(self) -> Set[str]:
         """The names of all clients."""
-        names = getattr(self.roster, "names", None)  # a roster of simulated clients has them
-        return names if names is not None else {entry.client for entry in self.roster.values()}
+        return self.node_of.keys()
 
     def nodes_of(self, clients: Iterable[str]) -> list[int]:
         """The nodes of these clients, in their order."""
-        names = self.clients
-        if isinstance(names, ClientNames):
-            return [FIRST_NODE + names.number(client) for client in clients]
-        node_of = {entry.client: node for node, entry in self.roster.items()}
+        node_of = self.node_of
         return [node_of[client] for client in clients]
 
     def sample(self, server_round: int) -> list[int]:
-        """Node ids of the round's cohort, in the order of the clients' names."""
-        names, unavailable = self.clients, self.backed_off(server_round)
-        share, seed = self.rounds.fraction_train, self.rounds.seed
-        if isinstance(names, ClientNames):
-            numbers = [names.number(name) for name in unavailable]
-            found = sample_cohort(names.in_order, numbers, share, seed, server_round)
-            return [FIRST_NODE + number for number in found]
-        in_order = np.array(sorted(names))
-        return self.nodes_of(sample_cohort(in_order, unavailable, share, seed, server_round))
+        """Node ids of the round's cohort, in the order of the clients' names.
+
+        Drawn is `fraction-train` of all clients (at least one), without replacement, from those
+        that are available. The draw depends on the run's seed, the round and the clients' names
+        alone: Flower's own sampling depends on node ids, which are random.
+        """
+        names, unavailable = sorted(self.clients), self.backed_off(server_round)
+        available = [name for name in names if name not in unavailable]
+        count = min(max(1, round(self.rounds.fraction_train * len(names))), len(available))
+        rng = np.random.default_rng(seed_of(self.rounds.seed, server_round, "sampling"))
+        chosen = np.sort(rng.choice(len(available), size=count, replace=False))
+        return self.nodes_of(available[i] for i in chosen)
 
     def backed_off(self, server_round: int) -> set[str]:
         """Clients that are not sampled in this round: disconnected, or failed too often.

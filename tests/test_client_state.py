@@ -15,8 +15,8 @@ from client_app.state import (
     StateFolder,
     max_rounds_ahead,
     newest_state,
-    versions_in,
 )
+from protocol.files import round_of, versions_in
 
 
 def groups(seed):
@@ -47,7 +47,7 @@ def files(state):
 
 
 def rounds(state):
-    return [round_ for round_, _ in versions_in(state.folder)]
+    return [round_of(path) for path in versions_in(state.folder)]
 
 
 def test_a_round_reads_the_newest_version_before_it(state):
@@ -113,7 +113,7 @@ def test_all_that_a_resume_asks_for_stays_and_nothing_else(tmp_path, interval, t
 def test_a_damaged_version_is_refused_until_it_is_restored_or_given_up(state):
     for n in (2, 5):
         state.save(n, groups(n))
-    path = dict(versions_in(state.folder))[5]
+    path = versions_in(state.folder)[-1]
     whole = path.read_bytes()
     for content in (b"", whole[:-5], whole + b"0", whole[:-7] + b"\0" + whole[-6:]):
         path.write_bytes(content)
@@ -145,7 +145,7 @@ def test_lost_state_is_refused_and_reset_only_once(state, kept):
     state.save(6, groups(6))
     assert_is(state.load(before_round=7, last_accepted_round=6), 6)
     assert state.load(before_round=6, last_accepted_round=4).keys() == left.keys()  # again
-    dict(versions_in(state.folder))[6].unlink()
+    versions_in(state.folder)[-1].unlink()
     with pytest.raises(ResetNeeded):
         state.load(before_round=8, last_accepted_round=6)
 
@@ -154,7 +154,7 @@ def test_a_version_of_another_client_is_refused_and_destroys_nothing(state):
     other = StateFolder(state.folder.parent / "client-0008")
     state.save(1, groups(1))
     other.save(2, groups(2))
-    [(_, version)] = versions_in(other.folder)
+    [version] = versions_in(other.folder)
     copied = state.folder / version.name
     shutil.copy(version, copied)
     for read in (lambda: state.load(3), lambda: newest_state(state.folder, 3)):

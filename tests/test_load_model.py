@@ -10,8 +10,8 @@ from run_fixtures import summary_of
 
 import keel
 from client_app.state import StateFolder
+from protocol.files import versions_in
 from server_app.load_model import load_model
-from server_app.run_reader import versions_in
 
 PERSONAL = {"method": "fedreco", "local-test-fraction": 0.2}
 

@@ -6,7 +6,7 @@ import pytest
 
 from protocol.config import resolve_config
 from protocol.messages import RosterEntry
-from strategies.cohort import BACKOFF_ROUNDS, FIRST_NODE, ClientNames, Cohort, name_of
+from strategies.cohort import BACKOFF_ROUNDS, Cohort
 
 
 def cohort_of(num_clients, nodes=None, **keys):
@@ -41,20 +41,6 @@ def test_sampling_depends_on_names_seed_and_round_but_not_on_node_ids():
     ]
     assert found[0] == found[1] != found[2]
     assert len({tuple(names) for names in found[0]}) == 5  # another cohort every round
-
-
-def test_simulated_clients_are_sampled_as_those_with_an_entry_each():
-    """Their roster is not a dict, and names are made from numbers."""
-
-    class Simulated(dict):
-        names = ClientNames(30)
-
-    cohort, other = cohort_of(30, fraction_train=0.2), cohort_of(30, fraction_train=0.2)
-    other.roster = Simulated()
-    for each in (cohort, other):
-        each.away = {"client-0003"}
-    sampled = [name_of(node - FIRST_NODE) for node in other.sample(4)]
-    assert sampled == names_in(cohort, 4)
 
 
 def test_repeated_failures_back_a_client_off_for_five_rounds_and_one_success_clears_it():
