@@ -89,7 +89,7 @@ class Run:
         """Accuracy over rounds as a matplotlib figure, which a notebook shows."""
         import matplotlib.pyplot  # noqa: F401  # tells a notebook how to show a figure
 
-        from keel.cli.plots import figure_of
+        from keel.plots import figure_of
 
         return figure_of([self._saved])
 
@@ -136,7 +136,8 @@ def run(
     KeyboardInterrupt
         If the run was interrupted; it can be resumed with ``resume="<run directory>"``.
     """
-    from keel.cli.run import Engine, EngineOptions, execute
+    from keel.engine import run as run_on_engine
+    from keel.job import Engine, EngineOptions
 
     if not isinstance(config, Mapping | None):
         raise ValueError(
@@ -171,9 +172,9 @@ def run(
         raise ValueError(f"ray = {ray!r}: expected a string, HOST:PORT of a Ray cluster")
     try:
         options = EngineOptions(Engine(engine), clients, **shares, ray=ray)
+        saved = run_on_engine(overrides, options, quiet)
     except CommandOptionError as error:
         raise ValueError(f"{error.name} {error.fault}") from None
-    saved = execute(overrides, options, quiet)
     assert saved is not None
     return Run(saved.directory)
 

@@ -38,14 +38,18 @@ class ConfigError(ValueError):
 
 
 class CommandOptionError(ValueError):
-    """An option of a command that is refused. name: as in Python; fault: what follows it."""
+    """An option of a command that is refused. fault: what follows its name.
+
+    name: as in Python, or of an environment variable.
+    """
 
     def __init__(self, name: str, fault: str) -> None:
         super().__init__(name, fault)
         self.name, self.fault = name, fault
 
     def __str__(self) -> str:
-        return f"--{self.name.replace('_', '-')} {self.fault}"
+        name = self.name if self.name.isupper() else f"--{self.name.replace('_', '-')}"
+        return f"{name} {self.fault}"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from keel.cli.interrupts import uninterrupted
+from keel.interrupts import uninterrupted
 from protocol.catalogue import method_names
 from protocol.config import refuse_unknown
 from protocol.models import MODELS

@@ -1,8 +1,9 @@
 """`keel demo`: FedAvg and FedIntR on scikit-learn's digits, in one table and one plot."""
 
-from keel.cli.interrupts import interruptible
-from keel.cli.run import EngineOptions, execute
 from keel.cli.runs import compare
+from keel.engine import run as run_on_engine
+from keel.interrupts import interruptible
+from keel.job import EngineOptions
 from keel.runs import SavedRun
 from protocol.config import keel_home
 from protocol.options import OptionValue
@@ -41,7 +42,7 @@ def demo() -> int:
         hidden = {"same as", *(("data", "clients", "rounds") if runs else ())}  # the same for both
         overrides = {"method": method, **SETTING, **options}
         with interruptible():
-            run = execute(overrides, EngineOptions(clients=CLIENTS), hidden=hidden)
+            run = run_on_engine(overrides, EngineOptions(clients=CLIENTS), hidden=hidden)
         assert run is not None  # only a deployment has none
         runs.append(run)
     print()

@@ -87,10 +87,11 @@ def loopback(
 
     Example: keel deploy loopback --clients 3 method=fedintr num-rounds=5
     """
-    from keel.cli.interrupts import INTERRUPTED_CODE, interruptible
-    from keel.cli.overrides import check_simulated, checked_config, parse_overrides
+    from keel.cli.overrides import parse_overrides
     from keel.deployment.loopback import deploy_and_run, state_hint
     from keel.deployment.superlink import app_directory
+    from keel.interrupts import INTERRUPTED_CODE, interruptible
+    from keel.run_checks import check_simulated, checked_config
     from protocol.config import keel_home
 
     keys = parse_overrides(overrides or [])

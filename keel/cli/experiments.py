@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from keel.cli.interrupts import uninterrupted
 from keel.cli.overrides import parse_overrides
 from keel.experiments.scale import SCALES
+from keel.interrupts import uninterrupted
 from keel.runs import find_run
 from protocol.config import keel_home, refuse_unknown
 from protocol.files import full_path
@@ -148,7 +148,7 @@ def run_command(
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
         signal.signal(signal.SIGHUP, signal.default_int_handler)
     try:
-        cluster = (ray, "--ray") if ray else (os.environ.get("RAY_ADDRESS", ""), "RAY_ADDRESS")
+        cluster = (ray, "ray") if ray else (os.environ.get("RAY_ADDRESS", ""), "RAY_ADDRESS")
         resources = Resources(workers, cpus_per_run, gpus_per_run, *cluster)
         failed = run_recipe(loaded, cells, options, folder, resources, console)
     except KeyboardInterrupt:

@@ -16,8 +16,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from keel.cli.interrupts import uninterrupted
 from keel.exports import csv_text
+from keel.interrupts import uninterrupted
 from keel.runs import (
     COLOURS,
     SavedRun,
@@ -232,7 +232,7 @@ def compare(
         write_output(csv_file.expanduser(), csv_text(table).encode(errors="replace"))
         print(f"table: {csv_file}")
     path = (plot or keel_home() / "comparisons" / f"{comparison_name(found)}.png").expanduser()
-    from keel.cli.plots import figure_of
+    from keel.plots import figure_of
 
     with nullcontext() if plot else private_files():
         path.parent.mkdir(parents=True, exist_ok=True)

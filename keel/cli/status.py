@@ -13,8 +13,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from keel.cli.progress import SHORT, round_line
 from keel.cli.runs import JsonOption, percent, row_of
+from keel.progress import SHORT, round_line
 from keel.runs import COLOURS, FINISHED, RUNNING, SavedRun, find_run
 from keel.tables import terminal_console
 from protocol.text import printable

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from keel.deployment.superlink import captured
+from protocol.options import CommandOptionError
 from protocol.ray_nodes import Node, living_nodes
 
 CONNECT_TIMEOUT_S = 5.0
@@ -26,10 +27,11 @@ FOUND = "nodes: "  # begins the line with the nodes; Ray's own lines may come be
 THIS_MACHINE = "auto"  # the cluster that this machine is a node of
 
 
-def cluster_nodes(address: str, named: str = "--ray") -> list[Node]:
-    """The living nodes of the cluster at HOST:PORT, or `auto`. named: the option with the address.
+def cluster_nodes(address: str, named: str = "ray") -> list[Node]:
+    """The living nodes of the cluster at HOST:PORT, or `auto`.
 
-    ValueError, one line, where there is no cluster, or where this machine is not one of its nodes.
+    named: the option with the address, as in Python, or RAY_ADDRESS. CommandOptionError where there
+    is no cluster, or where this machine is not one of its nodes.
     """
     if address != THIS_MACHINE:
         check_address(address, named)
@@ -39,30 +41,34 @@ def cluster_nodes(address: str, named: str = "--ray") -> list[Node]:
     try:
         done = captured(command, environment, LIST_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise ValueError(
-            f"{named} {address}: no answer in {LIST_TIMEOUT_S:g} s; expected the HOST:PORT that "
-            "`ray start --head` prints"
+        raise CommandOptionError(
+            named,
+            f"{address}: no answer in {LIST_TIMEOUT_S:g} s; expected the HOST:PORT that "
+            "`ray start --head` prints",
         ) from None
     lines = done.stdout.splitlines()
     found = [line.removeprefix(FOUND) for line in lines if line.startswith(FOUND)]
     if done.returncode or not found:
         reason = lines[-1] if lines else (done.stderr.splitlines() or ["no output"])[-1]
-        raise ValueError(f"{named} {address}: {reason}")
+        raise CommandOptionError(named, f"{address}: {reason}")
     return [Node(**node) for node in json.loads(found[0])]
 
 
-def check_address(address: str, named: str = "--ray") -> None:
-    """ValueError, one line, unless something listens at HOST:PORT."""
+def check_address(address: str, named: str = "ray") -> None:
+    """CommandOptionError unless something listens at HOST:PORT."""
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdecimal():
-        raise ValueError(
-            f"{named} {address}: expected HOST:PORT, as `ray start --head` prints it, or "
-            f"{THIS_MACHINE} for the cluster that this machine is a node of"
+        raise CommandOptionError(
+            named,
+            f"{address}: expected HOST:PORT, as `ray start --head` prints it, or "
+            f"{THIS_MACHINE} for the cluster that this machine is a node of",
         )
     try:
         socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
-        raise ValueError(f"{named} {address}: nothing listens there ({error}): {START}") from None
+        raise CommandOptionError(
+            named, f"{address}: nothing listens there ({error}): {START}"
+        ) from None
 
 
 def main(arguments: Sequence[str]) -> int:

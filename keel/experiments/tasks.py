@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from keel.cli.interrupts import interruptible
 from keel.deployment.cluster import check_address, cluster_nodes
 from keel.experiments.runs import REMEDY, Run
+from keel.interrupts import interruptible
 from keel.runs import is_locked
 from protocol.code import code_version
 from protocol.config import RunConfig, app_folder, resolve_config
@@ -65,7 +65,7 @@ class Resources:
     cpus: float = 1.0
     gpus: float | None = None
     address: str = ""
-    named: str = "--ray"
+    named: str = "ray"
 
     def gpus_on(self, nodes: Sequence[Node]) -> float:
         """Each run's share of a GPU on these machines."""
@@ -169,7 +169,7 @@ class RayTasks:
                 self._heard = time.monotonic()
             if time.monotonic() - self._heard > LOST_S:
                 raise RuntimeError(
-                    f"{self.resources.named} {self.resources.address}: the Ray cluster has ended: "
+                    f"the Ray cluster {self.resources.address} has ended: "
                     "repeat the command on this machine or on another cluster to resume the runs"
                 )
         return list(ray.wait(list(self.pending), timeout=seconds)[0])

@@ -10,9 +10,10 @@ from contextlib import nullcontext
 import pytest
 
 import keel.cli.run
-from keel.cli.interrupts import ENDED, STOPPING, interruptible, uninterrupted
 from keel.cli.main import main
-from keel.cli.run import Engine, EngineOptions, executed
+from keel.cli.run import executed
+from keel.interrupts import ENDED, STOPPING, interruptible, uninterrupted
+from keel.job import Engine, EngineOptions
 from protocol.config import app_folder
 
 
@@ -139,7 +140,7 @@ def test_the_engine_says_whether_a_hangup_ends_the_run(monkeypatch, engine, ends
         return nullcontext()
 
     monkeypatch.setattr(keel.cli.run, "interruptible", interrupt)
-    monkeypatch.setattr(keel.cli.run, "execute", lambda *_: None)
+    monkeypatch.setattr(keel.cli.run, "run_on_engine", lambda *_: None)
     options = EngineOptions(Engine(engine), federation="x" if engine == "deployment" else "")
     assert executed({}, options) == 0
     assert seen == [ends]
@@ -149,7 +150,7 @@ def test_the_engine_says_whether_a_hangup_ends_the_run(monkeypatch, engine, ends
 def test_the_next_ctrl_c_ends_the_process_after_what_it_started(first):
     code = f"""
 import os, time
-from keel.cli.interrupts import interruptible
+from keel.interrupts import interruptible
 with interruptible(lambda: print("others ended", flush=True)):
     try:
         os.kill(os.getpid(), {int(first)})

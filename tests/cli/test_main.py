@@ -56,7 +56,7 @@ for words in sys.argv[1:]:
 def test_the_plan_of_a_run_waits_for_nothing_heavy():
     code = f"""
 import sys
-import keel.cli.engines, keel.cli.plan, keel.cli.progress, keel.deployment.cluster
+import keel.engine, keel.plan, keel.progress, keel.deployment.cluster
 print([name for name in {HEAVY} if name in sys.modules])
 """
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"

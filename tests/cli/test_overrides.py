@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.cli.main import main
-from keel.cli.overrides import checked_config, parse_overrides
+from keel.cli.overrides import parse_overrides
+from keel.run_checks import checked_config
 from protocol.config import default_config
 
 

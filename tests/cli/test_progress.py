@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from keel.cli.progress import RECORD, Terminal
+from keel.progress import RECORD, Terminal
 from protocol.config import resolve_config
 from server_app.observers import RunInfo
 from server_app.record import split

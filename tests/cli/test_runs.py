@@ -20,9 +20,9 @@ from run_fixtures import history_of, summary_of, without_pictures
 
 import server_app.report
 from keel.cli.main import main
-from keel.cli.plots import labels_of
 from keel.cli.runs import PLACES, is_flower
 from keel.cli.status import status_lines
+from keel.plots import labels_of
 from keel.runs import SavedRun, all_runs, differing_keys, find_run, is_locked, lock_holder
 from server_app.load_model import load_model
 from tests.tools.run_directories import append_round, line_of, make_run

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from run_fixtures import final_model, history_of, same_bits
 
 import keel
-from keel.cli.engines import torch_defaults
+from keel.process_settings import torch_defaults
 
 root = Path(__file__).parent.parent.parent
 notebook = root / "docs" / "keel-in-a-notebook.ipynb"

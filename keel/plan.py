@@ -1,11 +1,11 @@
-"""The summary of a run that is shown before it starts, without importing torch."""
+"""The plan of a run, which is shown before it starts. Needs no torch."""
 
 import shlex
 
 from data.readers import PublishedSizes
-from keel.cli.engines import Job, with_num_clients
-from keel.cli.sizes import data_size, parameter_count
 from keel.deployment.superlink import run_config
+from keel.job import Job
+from keel.run_checks import data_size
 from protocol.config import RunConfig
 from protocol.config_keys import DataConfig
 from protocol.options import typed
@@ -19,21 +19,24 @@ PARTITION_KEYS = {
 }
 
 
-def plan_rows(config: RunConfig, job: Job, done: int = 0) -> list[tuple[str, str]]:
+def plan_rows(job: Job) -> list[tuple[str, str]]:
     """(label, text) of method, data, model, clients, rounds and the equivalent `flwr run` line.
 
-    That line is left out where there is none. done: finished rounds of a run to resume.
+    That line is left out where there is none; of a run to resume on a deployment, whose config is
+    on the server, there is only the line.
     """
-    is_remote = bool(job.federation)  # with data of its own, and real clients
-    size = None if is_remote else data_size(config)
-    num_clients = config.rounds.num_clients if is_remote else job.num_clients
-    of_the_server = f"{config.data.source} of the server; each client has its own"
+    config, is_remote = job.config, job.options.is_remote
+    if is_remote and (name := str(job.overrides.get("resume", ""))):
+        return [("resume", name), *flwr_rows(job)]
+    data = f"{config.data.source} of the server; each client has its own"
+    if not is_remote:
+        data = data_text(config.data, data_size(config))
     rows = [
         ("method", method_text(config)),
-        ("data", of_the_server if is_remote else data_text(config.data, size)),
-        ("model", model_text(config, size)),
-        ("clients", clients_text(config, num_clients)),
-        ("rounds", rounds_text(config, done)),
+        ("data", data),
+        ("model", "; ".join(config.client_models or [config.model.model])),
+        ("clients", clients_text(config)),
+        ("rounds", rounds_text(config, job.resumed.last_round if job.resumed else 0)),
     ]
     return [*rows, *flwr_rows(job)]
 
@@ -73,18 +76,9 @@ def data_text(data: DataConfig, size: PublishedSizes | None) -> str:
     return f"{text}; partition {data.partition}{options}"
 
 
-def model_text(config: RunConfig, size: PublishedSizes | None) -> str:
-    """The model, or all models of the clients, with parameter counts where they are known."""
-    texts = []
-    for name in config.client_models or [config.model.model]:
-        count = parameter_count(config, size, name) if size else None
-        texts.append(f"{name}, {count:,} parameters" if count else name)
-    return "; ".join(texts)
-
-
-def clients_text(config: RunConfig, num_clients: int) -> str:
+def clients_text(config: RunConfig) -> str:
     """How many clients there are (0: as many as are connected), and how many train in a round."""
-    fraction = config.rounds.fraction_train
+    num_clients, fraction = config.rounds.num_clients, config.rounds.fraction_train
     if not num_clients:
         share = "all" if fraction == 1 else f"{100 * fraction:g} % of the"
         return f"{share} connected clients, every round"
@@ -106,20 +100,26 @@ def rounds_text(config: RunConfig, done: int) -> str:
 
 def flwr_rows(job: Job) -> list[tuple[str, str]]:
     """The row of `flwr_line`; none for a SuperLink's address, as flwr takes a connection's name."""
-    return [] if ":" in job.federation else [("same as", flwr_line(job))]
+    return [] if ":" in job.options.federation else [("same as", flwr_line(job))]
 
 
 def flwr_line(job: Job) -> str:
     """The equivalent command of Flower's, to be run in the directory of the app."""
-    variables = {} if job.federation else job.variables  # of a simulation's processes
-    command = [f"{name}={value}" for name, value in variables.items()]
-    command += ["flwr", "run", "."]
-    if job.federation:
-        command += [job.federation]
-    command += ["--stream"]
-    overrides = job.overrides if job.federation else with_num_clients(job).overrides
-    if overrides:
-        command += ["--run-config", run_config(overrides)]
-    if not job.federation:
-        command += ["--federation-config", job.federation_config()]
+    federation = job.options.federation
+    command = [f"RAY_ADDRESS={job.ray}"] if job.ray else []
+    command += ["flwr", "run", ".", *([federation] if federation else []), "--stream"]
+    if job.overrides:
+        command += ["--run-config", run_config(job.overrides)]
+    if not federation:
+        command += ["--federation-config", federation_config(job)]
     return shlex.join(command)
+
+
+def federation_config(job: Job) -> str:
+    """The simulation's size as `flwr run --federation-config` takes it."""
+    settings = {
+        "num-supernodes": job.num_workers,
+        "client-resources-num-cpus": f"{job.options.cpus:g}",
+        "client-resources-num-gpus": job.options.gpus_per_client,
+    }
+    return " ".join(f"{key}={value}" for key, value in settings.items() if value)
