@@ -10,9 +10,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import flwr
-import numpy as np
-import torch
 from flwr.app import ArrayRecord, Context, Error, Message, MessageType, RecordDict
 
 from client_app.errors import error_reply, is_about_machine
@@ -26,6 +23,7 @@ from client_app.node_config import (
     client_name,
     is_deployed,
     own_architecture,
+    own_roster_entry,
     own_splits,
     run_path,
     state_folder,
@@ -41,7 +39,6 @@ from protocol.files import private_files
 from protocol.messages import (
     EvaluateRequest,
     PreflightRequest,
-    RosterEntry,
     RosterRequest,
     RoundRequest,
     TrainReply,
@@ -120,27 +117,17 @@ def query(message: Message, context: Context) -> RecordDict:
     if is_deployed(node):
         forget_data()
     train, test = own_splits(config, data, node, with_images=False)
-    hides = config.privacy.withholds_metrics
-    counts, test_counts = (
-        [] if hides else np.bincount(split.labels, minlength=data.num_classes).tolist()
-        for split in (train, test)
-    )
-    name = own_architecture(config, node)
-    model = process_cache.networks(config, data, device_for("cpu")).network(name, "local")
-    has_source = "source" in node
+    networks = process_cache.networks(config, data, device_for("cpu"))
+    width = representation_width(config, networks.network(own_architecture(config, node), "local"))
     device = str(node.get("device", config.train.device))
-    entry = RosterEntry(
-        client=client_name(node),
-        image_shape=list(train.images.shape[1:]),
-        model=name,
-        representation_width=representation_width(config, model),
-        versions=f"flwr {flwr.__version__}, torch {torch.__version__}",
-        num_partitions=0 if has_source else int(node["num-partitions"]),
-        label_counts=counts,
-        test_label_counts=test_counts,
-        num_train=len(train.labels) if hides else 0,
-        num_test=len(test.labels) if hides else 0,
-        device=machine(device_for(device)) if has_source else "",
+    entry = own_roster_entry(
+        config,
+        node,
+        train.images.shape[1:],
+        width,
+        [train.labels, test.labels],
+        data.num_classes,
+        device=machine(device_for(device)) if "source" in node else "",
     )
     return roster_content(entry)
 

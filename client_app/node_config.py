@@ -6,14 +6,16 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import flwr
 import numpy as np
+import torch
 
 from client_app.setup import client_indices, open_source
 from client_app.state import StateFolder, max_rounds_ahead, state_file
 from client_app.worker_client import worker_variable
 from data.sources import ImageSplit, Source
 from protocol.config import RunConfig, keel_home, refuse_unknown
-from protocol.messages import DatasetSpec, RoundRequest
+from protocol.messages import DatasetSpec, RosterEntry, RoundRequest
 from protocol.models import MODELS
 from protocol.text import check_client_name
 
@@ -136,6 +138,33 @@ def own_architecture(config: RunConfig, node_config: NodeConfig) -> str:
     if names and "partition-id" in node_config:
         return names[whole_number(node_config, "partition-id") % len(names)]
     return config.model.model
+
+
+def own_roster_entry(
+    config: RunConfig,
+    node_config: NodeConfig,
+    image_shape: Sequence[int],
+    width: int,
+    labels: Sequence[np.ndarray],
+    num_classes: int,
+    device: str = "",
+) -> RosterEntry:
+    """How this client describes itself. labels: of its training samples, of its local test part."""
+    hides = config.privacy.withholds_metrics
+    counts = [np.bincount(part, minlength=num_classes).tolist() for part in labels]
+    return RosterEntry(
+        client=client_name(node_config),
+        image_shape=list(image_shape),
+        model=own_architecture(config, node_config),
+        representation_width=width,
+        versions=f"flwr {flwr.__version__}, torch {torch.__version__}",
+        num_partitions=0 if "source" in node_config else int(node_config["num-partitions"]),
+        label_counts=[] if hides else counts[0],
+        test_label_counts=[] if hides else counts[1],
+        num_train=len(labels[0]) if hides else 0,
+        num_test=len(labels[1]) if hides else 0,
+        device=device,
+    )
 
 
 def clients_folder() -> Path:

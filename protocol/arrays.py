@@ -111,7 +111,7 @@ def mismatch(arrays: Arrays, expected: Arrays, with_values: bool = True) -> str:
     return ""
 
 
-def packed_pieces(arrays: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> Pieces:
+def packed_pieces(arrays: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Pieces:
     """The header, then each tensor's memory; joined, a safetensors file.
 
     A tensor on the CPU and contiguous is not copied: do not modify it before the pieces are used.
@@ -119,16 +119,9 @@ def packed_pieces(arrays: Mapping[str, Tensor], metadata: Mapping[str, str] | No
     tensors = {name: array.detach().cpu().contiguous() for name, array in arrays.items()}
     shapes = in_order((name, array.dtype, array.shape) for name, array in tensors.items())
     return [
-        header(shapes, None if metadata is None else tuple(metadata.items())),
+        header(shapes, tuple(metadata.items())),
         *(tensors[name].reshape(-1).view(torch.uint8).numpy() for name, *_ in shapes),
     ]
-
-
-def packed_size(shapes: Iterable[Shape], metadata: Mapping[str, str]) -> int:
-    """The number of bytes of `packed_pieces`, for arrays of these names, dtypes and shapes."""
-    ordered = in_order(shapes)
-    num_bytes = sum(shape.numel() * dtype.itemsize for _, dtype, shape in ordered)
-    return len(header(ordered, tuple(metadata.items()))) + num_bytes
 
 
 def in_order(shapes: Iterable[Shape]) -> Shapes:
@@ -137,9 +130,9 @@ def in_order(shapes: Iterable[Shape]) -> Shapes:
 
 
 @lru_cache(maxsize=16)  # the same in every message of a run
-def header(shapes: Shapes, metadata: Sequence[tuple[str, str]] | None) -> bytes:
+def header(shapes: Shapes, metadata: Sequence[tuple[str, str]]) -> bytes:
     """The file's first bytes: the length of what follows, names, dtypes, shapes and places."""
-    about: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    about: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, dtype, shape in shapes:
         start, end = end, end + shape.numel() * dtype.itemsize
@@ -149,74 +142,64 @@ def header(shapes: Shapes, metadata: Sequence[tuple[str, str]] | None) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def of_plain(name: str) -> Any:
-    """This attribute of a `LazyArray`, which is that of its plain array."""
-    return property(lambda array: getattr(array.plain, name))
-
-
-class LazyArray(Array):
-    """An array whose bytes are made from `pieces` when they are first read.
-
-    Flower reads them to send a message (`deflate`, `children`, `object_id`, protobuf) or to pickle
-    it for Ray; each then has an `Array` with these bytes, because Flower writes the name of the
-    class down. Public, except for the names of these methods.
-    """
-
-    def __init__(self, dtype: str, stype: str) -> None:
-        self.__dict__.update(dtype=dtype, stype=stype)
-
-    def pieces(self) -> list[Any]:
-        """The bytes in pieces, as `bytes.join` takes them."""
-        raise NotImplementedError
-
-    @cached_property
-    def plain(self) -> Array:
-        """The array with its bytes, made once."""
-        data = b"".join(self.pieces())
-        return Array(self.dtype, (len(data),), self.stype, data)
-
-    data, shape = of_plain("data"), of_plain("shape")
-    children, object_id = of_plain("children"), of_plain("object_id")
-    slice_array, deflate = of_plain("slice_array"), of_plain("deflate")
-
-    def __reduce__(self) -> Any:
-        if "plain" in self.__dict__:
-            return Array, (self.dtype, self.shape, self.stype, self.data)
-        data = b"".join(self.pieces())  # not cached: Ray holds its own copy from here on
-        return Array, (self.dtype, (len(data),), self.stype, data)
-
-
 def names_of(names: Iterable[str]) -> dict[str, str]:
     """The metadata of packed arrays: their names in order, which safetensors changes."""
     return {"names": json.dumps([*names])}
 
 
 @lru_cache(maxsize=16)  # the same in every message of a run
-def size_of(shapes: Shapes) -> int:
+def packed_size(shapes: Shapes) -> int:
     """Bytes of packed arrays of these names, dtypes and shapes."""
-    return packed_size(shapes, names_of(name for name, *_ in shapes))
+    metadata = names_of(name for name, *_ in shapes)
+    num_bytes = sum(shape.numel() * dtype.itemsize for _, dtype, shape in shapes)
+    return len(header(in_order(shapes), tuple(metadata.items()))) + num_bytes
 
 
-class HandedArrays(LazyArray):
-    """Tensors as one Flower array; it makes its bytes once they are read, to leave the process."""
+def of_plain(name: str) -> Any:
+    """This attribute of `HandedArrays`, which is that of its plain array."""
+    return property(lambda array: getattr(array.plain, name))
+
+
+class HandedArrays(Array):
+    """Tensors as one Flower array; it makes its bytes once they are read, to leave the process.
+
+    Flower reads them to send a message (`deflate`, `children`, `object_id`, protobuf) or to pickle
+    it for Ray; each then has an `Array` with these bytes, because Flower writes the name of the
+    class down. Public, except for the names of these methods.
+    """
 
     def __init__(self, arrays: Arrays) -> None:
-        self.__dict__["arrays"] = {
+        handed = {
             name: (array.detach() if array.requires_grad else array).cpu().contiguous()
             for name, array in arrays.items()
         }
-        super().__init__("uint8", PACKED)
+        self.__dict__.update(dtype="uint8", stype=PACKED, arrays=handed)
 
-    def pieces(self) -> Pieces:
-        """The bytes in pieces: the tensors' own memory."""
+    def packed(self) -> Array:
+        """The array with its bytes."""
         arrays: Arrays = self.__dict__["arrays"]
-        return packed_pieces(arrays, names_of(arrays))
+        data = b"".join(packed_pieces(arrays, names_of(arrays)))
+        return Array(self.dtype, (len(data),), self.stype, data)
+
+    @cached_property
+    def plain(self) -> Array:
+        """The array with its bytes, made once."""
+        return self.packed()
+
+    data, shape = of_plain("data"), of_plain("shape")
+    children, object_id = of_plain("children"), of_plain("object_id")
+    slice_array, deflate = of_plain("slice_array"), of_plain("deflate")
+
+    def __reduce__(self) -> Any:
+        # not cached: Ray holds its own copy from here on
+        array = self.plain if "plain" in self.__dict__ else self.packed()
+        return Array, (array.dtype, array.shape, array.stype, array.data)
 
     @cached_property
     def size_bytes(self) -> int:
         """The number of bytes, without making them."""
         arrays: Arrays = self.__dict__["arrays"]
-        return size_of(tuple((name, a.dtype, a.shape) for name, a in arrays.items()))
+        return packed_size(tuple((name, a.dtype, a.shape) for name, a in arrays.items()))
 
 
 def array_record(arrays: Arrays, name: str = "arrays") -> ArrayRecord:

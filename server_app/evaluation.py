@@ -13,9 +13,8 @@ from protocol.messages import EvaluateRequest, TrainReply, request_record
 from server_app.history import Line
 from server_app.record import client_fields
 from server_app.start import Question, Run
-from strategies.average import RoundReport
 from strategies.cohort import BACKOFF_ROUNDS
-from strategies.validation import RECORD_BYTES
+from strategies.validation import RECORD_BYTES, RoundReport
 
 log = logging.getLogger("keel.server")
 

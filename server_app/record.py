@@ -27,7 +27,7 @@ import numpy as np
 
 from client_app.method import Method
 from protocol.messages import TrainReply
-from strategies.average import RoundReport
+from strategies.validation import RoundReport
 
 MAX_LOSS_TERMS = 32  # of a run: clients choose the names, and each is drawn as a curve
 COUNTED = ("participants", "left_out", "reset_needed", "backed_off", "late", "evaluation_left_out")

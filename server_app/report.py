@@ -4,7 +4,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from data.plots import plot_label_distribution, save_png
 from data.sources import Source
 from protocol.arrays import Arrays
 from protocol.code import line_in_method
-from protocol.config import RunConfig
 from protocol.files import write_atomically
 from protocol.messages import RosterEntry
 from protocol.privacy import privacy_statement
@@ -24,37 +23,28 @@ from server_app.history import CURVES, Line, curve, summarise
 from server_app.observers import RoundLog, RunInfo, RunObserver
 from server_app.plots import accuracy_figure
 from server_app.run_directory import save_arrays
-from server_app.run_reader import SUMMARY_FILE, RunReader
+from server_app.run_reader import MODEL_FILE, SUMMARY_FILE, RunReader
 from server_app.start import Run
 from server_app.trackers import trackers_of
-from strategies.average import TooFewRepliesError
+from strategies.validation import TooFewRepliesError
 
 log = logging.getLogger("keel.server")
 WRITE_EVERY_S = 2.0  # how often summary.json is written while rounds are shorter than this
 
-Privacy = dict[str, Any] | None
-
 
 class Reporter:
-    """Writes summary.json and calls the observers.
+    """Writes summary.json, calls the observers, and completes the run directory.
 
     history: the lines of all rounds, including those before a resume.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        info: RunInfo,
-        observers: Sequence[RunObserver],
-        privacy_spent: Callable[[], Privacy],
-    ) -> None:
-        self.config, self.info, self.privacy_spent = config, info, privacy_spent
-        self.observers = [RoundLog(), *trackers_of(config.rounds), *observers]
-        self.history = list(info.history)
+    def __init__(self, run: Run, history: list[Line], observers: Sequence[RunObserver]) -> None:
+        self.run, self.history, self.info = run, history, info_of(run, history)
+        self.observers = [RoundLog(), *trackers_of(run.config.rounds), *observers]
         self.is_finished = False
         # the signal that ends the process comes in another thread than the rounds, or within them
         self.lock = threading.RLock()
-        before = RunReader(info.directory).summary if info.last_round else {}
+        before = RunReader(run.directory.path).summary if history else {}
         self.started = before.get("started") or iso_time(time.time())
         self.written_at = 0.0
         self.summary: dict[str, Any] | None = None  # the last
@@ -67,15 +57,15 @@ class Reporter:
 
     def write(self, status: str) -> dict[str, Any]:
         """Write summary.json and return it."""
-        has_ended = status != "running"
+        has_ended, config = status != "running", self.run.config
         summary = {
             "status": status,
             "directory": str(self.info.directory),
             "clients": self.info.num_clients,
             "started": self.started,
             "ended": iso_time(time.time()) if has_ended else None,
-            **summarise(self.history, self.config.flat, self.config.rounds.last_rounds),
-            "privacy": self.privacy_spent(),
+            **summarise(self.history, config.flat, config.rounds.last_rounds),
+            "privacy": privacy_spent(self.run),
         }
         path = self.info.directory / SUMMARY_FILE
         write_atomically(path, json.dumps(summary, indent=2).encode())
@@ -105,18 +95,42 @@ class Reporter:
         for observer in self.observers:
             observer.on_round(line)
 
-    def finish(self, status: str) -> None:
-        """Write the last summary and accuracy.png; the run ends with `status`."""
-        with self.lock:
-            self.summary = self.write(status)
-            self.is_finished = True
-        plot_accuracy(self.history, self.info.title, self.info.directory / "accuracy.png")
+    def end(self, final: Arrays, status: str) -> None:
+        """Complete the run directory, then tell the observers. final: the last round's arrays."""
+        try:
+            self.complete_directory(final, status)
+        except OSError as error:  # such as a full disk, which may be what ended the run
+            if status == "finished":
+                raise
+            log.warning("the end of the run is incomplete: %s", error)
+        finally:  # last: an observer may raise
+            for observer in self.observers if self.summary else ():
+                observer.on_run_end(self.summary or {})
 
-    def tell_end(self) -> None:
-        """Call the observers, which may raise, once everything else is done."""
-        if self.summary:
-            for observer in self.observers:
-                observer.on_run_end(self.summary)
+    def complete_directory(self, final: Arrays, status: str) -> None:
+        """Write model, summary, manifest and pictures; remove the state of a finished run."""
+        run, path = self.run, self.run.directory.path
+        method = run.experiment.method
+        try:
+            if method.has_global_model:  # arrays that are never sent keep their initial values
+                final = run.experiment.initial_weights | final
+            save_arrays(path / MODEL_FILE, final, model_metadata(run))
+            plot_split(run.clients.shown, run.experiment.source, path / "labels.png")
+        except BaseException as error:
+            if status == "finished":
+                status = status_after(error)
+            raise
+        finally:
+            with self.lock:
+                self.summary = self.write(status)
+                self.is_finished = True
+            plot_accuracy(self.history, self.info.title, path / "accuracy.png")
+            run.audit.note("ended", status=status)
+        removes_state = status == "finished" and not run.config.rounds.keep_state
+        last_round = max(run.start.round, len(self.history))
+        run.directory.finish(last_round, removes_state, method.is_personal)
+        if run.monitor:
+            plot_rounds(self.history, self.info.title, path / "diagnostics")
 
 
 def plot_split(roster: Sequence[RosterEntry], source: Source, path: Path) -> None:
@@ -156,40 +170,6 @@ def status_after(error: BaseException) -> str:
         place = line_in_method(error)
         return " ".join(f"failed: {type(error).__name__}: {error}{place}".split())
     return "stopped"
-
-
-def finish_run(run: Run, reporter: Reporter, final: Arrays, status: str) -> None:
-    """Complete the run directory, then tell the observers. final: the last round's arrays."""
-    try:
-        complete_directory(run, reporter, final, status)
-    except OSError as error:  # such as a full disk, which may be what ended the run
-        if status == "finished":
-            raise
-        log.warning("the end of the run is incomplete: %s", error)
-    finally:  # last: an observer may raise
-        reporter.tell_end()
-
-
-def complete_directory(run: Run, reporter: Reporter, final: Arrays, status: str) -> None:
-    """Write the final model, summary, manifest and pictures; remove the state of a finished run."""
-    method, path = run.experiment.method, run.directory.path
-    try:
-        if method.has_global_model:  # arrays that are never sent keep their initial values
-            final = run.experiment.initial_weights | final
-        save_arrays(path / "model.safetensors", final, model_metadata(run))
-        plot_split(run.clients.shown, run.experiment.source, path / "labels.png")
-    except BaseException as error:
-        if status == "finished":
-            status = status_after(error)
-        raise
-    finally:
-        reporter.finish(status)
-        run.audit.note("ended", status=status)
-    removes_state = status == "finished" and not run.config.rounds.keep_state
-    last_round = max(run.start.round, len(reporter.history))
-    run.directory.finish(last_round, removes_state, method.is_personal)
-    if run.monitor:
-        plot_rounds(reporter.history, reporter.info.title, path / "diagnostics")
 
 
 def info_of(run: Run, history: Sequence[Line]) -> RunInfo:

@@ -30,14 +30,11 @@ from server_app.record import training_fields
 from server_app.report import (
     DivergedError,
     Reporter,
-    finish_run,
-    info_of,
-    privacy_spent,
     status_after,
 )
 from server_app.run_directory import Checkpoint, RunDirectory
 from server_app.start import PoolMaker, Question, Run, start_run
-from strategies.average import RoundReport
+from strategies.validation import RoundReport
 
 log = logging.getLogger("keel.server")
 
@@ -71,7 +68,7 @@ def run_rounds(
     """All rounds from the first or the checkpoint's, then the final model and the report."""
     history = run.directory.rewind(run.start.round)
     run.loss_terms = {f"loss.{name}" for line in history for name in line["losses"]}
-    reporter = Reporter(run.config, info_of(run, history), observers, lambda: privacy_spent(run))
+    reporter = Reporter(run, history, observers)
     at_exit(reporter.interrupted)
     run.progress = reporter.replied
     newest, status = run.start, "finished"
@@ -84,7 +81,7 @@ def run_rounds(
         status = status_after(error)
         raise
     finally:
-        finish_run(run, reporter, newest.arrays, status)
+        reporter.end(newest.arrays, status)
 
 
 def play_round(run: Run, number: int, arrays: Arrays) -> tuple[Checkpoint, Line]:

@@ -8,11 +8,9 @@ import itertools
 from collections.abc import Iterator, Mapping
 from functools import cached_property, lru_cache
 
-import flwr
 import numpy as np
-import torch
 
-from client_app.node_config import own_architecture
+from client_app.node_config import own_architecture, own_roster_entry
 from client_app.setup import client_indices, model_for, representation_width, split_over_clients
 from data.sources import Source
 from protocol.config import RunConfig
@@ -33,7 +31,6 @@ class SimulatedRoster(Mapping[int, RosterEntry]):
             name: representation_width(config, model_for(config, source, name))
             for name in config.client_models or [config.model.model]
         }
-        self.versions = f"flwr {flwr.__version__}, torch {torch.__version__}"
         self._entry = lru_cache(maxsize=CACHED_ENTRIES)(self._made)
 
     def __len__(self) -> int:
@@ -55,21 +52,9 @@ class SimulatedRoster(Mapping[int, RosterEntry]):
         node_config = {"partition-id": number, "num-partitions": self.num_clients}
         labels = np.asarray(source.train.labels)
         splits = [labels[part] for part in client_indices(config, number, self.num_clients)]
-        hides = config.privacy.withholds_metrics
-        counts = [np.bincount(split, minlength=source.num_classes).tolist() for split in splits]
-        name = own_architecture(config, node_config)
-        return RosterEntry(
-            client=name_of(number),
-            image_shape=list(source.image_shape),
-            model=name,
-            representation_width=self.widths[name],
-            versions=self.versions,
-            num_partitions=self.num_clients,
-            label_counts=[] if hides else counts[0],
-            test_label_counts=[] if hides else counts[1],
-            num_train=len(splits[0]) if hides else 0,
-            num_test=len(splits[1]) if hides else 0,
-        )
+        width = self.widths[own_architecture(config, node_config)]
+        shape = source.image_shape
+        return own_roster_entry(config, node_config, shape, width, splits, source.num_classes)
 
     @cached_property
     def sizes(self) -> np.ndarray:

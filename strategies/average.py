@@ -36,7 +36,6 @@ from strategies.validation import (
     NormReference,
     RoundReplies,
     RoundReport,
-    TooFewRepliesError,
     beyond_norms,
     largest_values,
 )
@@ -398,6 +397,3 @@ class Average(Strategy):
         self.load_own(own)
         self.norm_reference.value = float(state["norm-reference"])
         self.cohort.load(json.loads(bytes(state["clients"].tolist())))
-
-
-__all__ = ["Average", "RoundReport", "TooFewRepliesError"]

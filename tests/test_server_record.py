@@ -4,7 +4,7 @@ import json
 
 from protocol.messages import TrainReply
 from server_app.record import MAX_LOSS_TERMS, split, training_fields
-from strategies.average import RoundReport
+from strategies.validation import RoundReport
 
 
 def line_of(known, *all_metrics, weights=None):

@@ -34,7 +34,7 @@ from server_app.inline import run_inline
 from server_app.observers import RunObserver
 from server_app.report import DivergedError
 from strategies import Average
-from strategies.average import TooFewRepliesError
+from strategies.validation import TooFewRepliesError
 
 HALF = {"fraction-train": 0.5, "local-test-fraction": 0.2}
 

@@ -21,7 +21,8 @@ from protocol.messages import (
     read_request,
     request_record,
 )
-from strategies.average import Average, TooFewRepliesError
+from strategies.average import Average
+from strategies.validation import TooFewRepliesError
 
 pytestmark = pytest.mark.usefixtures("task_identity")
 

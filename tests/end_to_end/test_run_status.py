@@ -17,7 +17,7 @@ from protocol.config import keel_version
 from server_app.inline import run_inline
 from server_app.pool import InlineWorkers
 from server_app.run_reader import RunReader
-from strategies.average import TooFewRepliesError
+from strategies.validation import TooFewRepliesError
 
 root = Path(__file__).parents[2]
 quick = {"local-epochs": 0, "num-rounds": 2}
