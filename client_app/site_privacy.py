@@ -221,11 +221,6 @@ class Ledger:
         total = self.spent() + multiplier_of(privacy) ** -2
         if math.isinf(limits.budget_epsilon):
             return
-        if any(self.path.parent.glob(f"{'[0-9a-f]' * 16}.jsonl")):
-            raise self.refusal(
-                f"{self.path.parent}: has a ledger for each source, as Keel 0.2 writes them: their "
-                "releases are not counted; move them away, and lower the budget by what they spent"
-            )
         epsilon = composed_epsilon(total**-0.5, limits.budget_delta)
         if epsilon > limits.budget_epsilon:
             raise PrivacyRefused(

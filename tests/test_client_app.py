@@ -186,26 +186,6 @@ def test_the_state_kept_is_the_model_sent_and_the_next_round_reads_it(tmp_path):
     assert "loss.penalty" not in first.metrics
 
 
-def test_a_round_asked_for_again_is_the_same_to_the_bit_and_old_versions_go(tmp_path):
-    """As after a server that died: the client is ahead, the server asks for a round again."""
-    config = make_config(method="moon")
-    client = Client(config, tmp_path)
-
-    def train(number, seed, checkpoint):
-        return read_reply(client.ask("train", number, initial(config, seed), checkpoint=checkpoint))
-
-    train(1, 1, checkpoint=0)
-    second = train(2, 2, checkpoint=1)
-    third = train(3, 3, checkpoint=2)
-    assert_same_bits(train(3, 3, checkpoint=2).arrays, third.arrays)
-    # round 1's version is what round 2 reads: gone once the server cannot go back that far
-    kept = sorted(p.name[:11] for p in (tmp_path / "clients" / "client-0000").iterdir())
-    assert kept == ["round-00002", "round-00003"]
-    fresh = Client(config, tmp_path / "fresh")
-    fresh.ask("train", 1, initial(config, 1))
-    assert_same_bits(read_reply(fresh.ask("train", 2, initial(config, 2))).arrays, second.arrays)
-
-
 def test_what_a_client_keeps_is_for_its_user_alone(tmp_path):
     """Whoever runs it: in Flower's simulation, Ray starts the process with a umask of its own."""
     config, before = make_config(method="moon"), os.umask(0o022)

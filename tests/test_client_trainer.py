@@ -1,15 +1,11 @@
-"""Local training against a loop written out in float64, and against what must not change it."""
+"""Local training: its batches, and what must not change its result."""
 
 import logging
-import math
 from functools import cache
 
 import pytest
 import torch
-import torch.nn.functional as F
 from client_fixtures import (
-    NUM_CLASSES,
-    SHAPE,
     assert_close,
     assert_same_bits,
     differ,
@@ -21,70 +17,20 @@ from client_fixtures import (
 
 from client_app.methods import method_of
 from client_app.process_cache import ProcessCache
-from client_app.setup import build_network
 from models import StagedModel
 
 WITH_PREVIOUS = ("moon", "fedintr", "fedcka")
 FEDCKA = {"model": "cnn-fedcka"}  # its first two layers are the widest that are cached here
 
 
-def seen_batches(now):
-    """The batches of local training, in order, epoch by epoch: indices into the samples."""
-    plan = now.plan("batches", now.config.train.local_epochs, "epochs")
-    numbered = list(zip(plan.epochs, plan.index, strict=True))
-    return [[i for e, i in numbered if e == epoch] for epoch in sorted(set(plan.epochs))]
-
-
-def sgd_by_hand(now):
-    """(weights, mean loss over samples) of plain SGD on cross entropy, every operation in float64.
-
-    g = grad, clipped; g += decay * w; m = momentum * m + g; w -= lr * m.
-    """
-    t = now.config.train
-    network = build_network(now.config, SHAPE, NUM_CLASSES).double()
-    network.load_state_dict(now.received)
-    images = now.train_samples.pixels.normalise(now.train_samples.images).double()
-    labels = now.train_samples.labels
-    weights = list(network.parameters())
-    velocity = [torch.zeros_like(w) for w in weights]
-    total, count = 0.0, 0
-    for epoch, batches in enumerate(seen_batches(now)):
-        lr = t.lr * t.lr_decay ** (now.round - 1) * t.lr_decay_epoch**epoch
-        for index in batches:
-            loss = F.cross_entropy(network(images[index]), labels[index])
-            gradients = torch.autograd.grad(loss, weights)
-            length = math.sqrt(sum(float((g * g).sum()) for g in gradients))
-            shrink = min(1.0, t.clip_norm / (length + 1e-6)) if t.clip_norm else 1.0
-            with torch.no_grad():
-                for w, g, m in zip(weights, gradients, velocity, strict=True):
-                    m.copy_(t.momentum * m + shrink * g + t.weight_decay * w)
-                    w -= lr * m
-            total, count = total + loss.item() * len(index), count + len(index)
-    return network.state_dict(), total / count
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"momentum": 0.0, "weight_decay": 0.0},
-        {"momentum": 0.9, "weight_decay": 0.1, "local_epochs": 2},
-        {"clip_norm": 0.2, "momentum": 0.5, "local_epochs": 2},
-        {"lr_decay": 0.5, "lr_decay_epoch": 0.25, "local_epochs": 3},
-        {"batches_per_epoch": 4, "batch_size": 1},
-    ],
-    ids=["plain", "momentum and decay", "clipped", "decayed rates", "batches per epoch"],
-)
-def test_fedavg_is_sgd_written_out(keys, in_float64):
+@pytest.mark.parametrize("keys", [{"batch_size": 8}, {"batches_per_epoch": 4, "batch_size": 1}])
+def test_a_batch_has_batch_size_samples_or_a_share_of_the_clients(keys):
+    """A fourth of 30, rounded up. tests/methods/test_whole_rounds.py has the steps themselves."""
     config = make_config(**keys)
-    now = make_round(config, number=3)
-    update = method_of(config).train(now)
-    weights, mean_loss = sgd_by_hand(now)
-    assert update.num_steps == sum(len(batches) for batches in seen_batches(now))
-    assert_close(update.arrays, weights, rtol=0, atol=1e-12)
-    assert update.terms == {"supervised": pytest.approx(mean_loss, rel=1e-5)}
-    assert update.state == {}
-    # 8 is asked for, or a fourth of 30 rounded up; the smaller last batch weighs less in the mean
-    assert [len(index) for index in seen_batches(now)[0]] == [8, 8, 8, 6]
+    assert [len(index) for index in make_round(config).plan("batches", 1, "epochs").index] == [
+        *(8, 8, 8, 6)
+    ]
+    assert train(config).num_steps == 4
 
 
 def test_kept_arrays_are_not_the_networks_own_memory():

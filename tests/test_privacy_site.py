@@ -200,17 +200,6 @@ def test_a_line_that_a_kill_left_half_written_is_dropped(source):
     assert [json.loads(line)["round"] for line in ledger()] == [1, 2]
 
 
-def test_ledgers_of_another_layout_are_refused_under_a_budget(source, limit):
-    old = Ledger().path.parent / "0123456789abcdef.jsonl"
-    old.parent.mkdir(parents=True)
-    old.touch()
-    assert train(site(source, private())) == ""
-    limit(BUDGET, 100)
-    assert train(site(source, private()))
-    old.unlink()
-    assert train(site(source, private())) == ""
-
-
 def hostile(config, **keys):
     """A config that no server of Keel's would make: only its own checks refuse these keys."""
     flat = json.loads(config.to_json()) | {k.replace("__", "."): v for k, v in keys.items()}

@@ -1,7 +1,6 @@
 """Whole runs on the inline engine, and on sites in this process."""
 
 import errno
-import gc
 import logging
 import os
 import shutil
@@ -29,7 +28,6 @@ from run_fixtures import (
 import server_app.run_directory
 from client_app.setup import model_for, open_source, pixels_of
 from protocol.config import resolve_config
-from protocol.messages import TrainReply
 from server_app.inline import run_inline
 from server_app.observers import RunObserver
 from server_app.report import DivergedError
@@ -272,32 +270,6 @@ def test_a_client_that_lost_its_state_is_named_and_left_out_until_it_is_reset(ru
     assert len(history_of(folder)[-1]["participants"]) == 4
 
 
-# --- memory and threads ---------------------------------------------------------------------------
-
-
-def num_held():
-    """How many clients' updates this process holds."""
-    replies = [each for each in gc.get_objects() if type(each) is TrainReply]
-    return sum(bool(reply.arrays) for reply in replies)
-
-
-class HeldUpdates(RunObserver):
-    """Counts them when a round has been written."""
-
-    def __init__(self):
-        self.before, self.found = num_held(), []
-
-    def on_round(self, line):
-        self.found.append(num_held() - self.before)
-
-
-def test_no_update_is_held_after_its_round(tmp_path, no_pictures):
-    observer = HeldUpdates()
-    keys = {"aggregation": "median", "num-rounds": 3, "output-dir": str(tmp_path)}  # needs them all
-    run_inline(SMALL | keys, NUM_CLIENTS, [observer])
-    assert observer.found == [0, 0, 0]
-
-
 # --- files ----------------------------------------------------------------------------------------
 
 
@@ -316,8 +288,3 @@ def test_a_full_disk_ends_the_run_in_one_line_and_a_resume_goes_on(run, monkeypa
             run({"method": "moon", "run-name": "cut"})
     resume(tmp_path / "cut")
     assert_same_run(tmp_path / "cut", whole)
-
-
-def test_what_a_run_writes_is_for_its_user_alone(run):
-    folder = run({"method": "moon"})
-    assert {path.stat().st_mode & 0o077 for path in [folder, *folder.rglob("*")]} == {0}

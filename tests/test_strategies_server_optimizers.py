@@ -15,7 +15,6 @@ from protocol.messages import request_record as record_of
 from protocol.server_optimizers import FedACGOptions, FedAdamOptions, FedAvgMOptions
 from strategies.average import Average
 from strategies.server_optimizers import FedACGStep, FedAdamStep, FedAvgMStep
-from strategies.server_optimizers import server_optimizer as server_step_of
 
 shapes = {"conv": (2, 3), "fc": (5,)}
 
@@ -104,13 +103,6 @@ def test_fedacg_equals_its_equations_by_hand_over_five_rounds(lambda_):
 
 
 # --- state -----------------------------------------------------------------------------------
-
-steps = {
-    "fedavgm": lambda: fedavgm(beta=0.9),
-    "fedavgm, beta 0": lambda: fedavgm(beta=0.0),
-    "fedadam": fedadam,
-    "fedacg": lambda: server_step_of(resolve_config({"server-optimizer": "fedacg"})),
-}
 
 
 def three_rounds(server, network):

@@ -319,11 +319,12 @@ CASES = {
 
 
 def trained_by_hand(config, name, number, received, previous):
-    """The weights after round `number`, and how many steps were clipped."""
+    """The weights after round `number`, how many steps were clipped, and the samples' mean loss."""
     now = make_round(config, number=number, received=received)
     options, regulariser = vars(method_of(config)), CASES[name][0]
     counts = [now.train_samples.labels.tolist().count(c) for c in range(NUM_CLASSES)]
     w, velocity, num_clipped = {n: a.clone() for n, a in received.items()}, {}, 0
+    total = 0.0
     for step in now.steps("batches", KEYS["local_epochs"]):
         x, y = step.x, step.y
         leaves = {n: a.clone().requires_grad_() for n, a in w.items()}
@@ -334,13 +335,14 @@ def trained_by_hand(config, name, number, received, previous):
         found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         g = {n: a for n, a in zip(w, found, strict=True) if a is not None}
         norm = math.sqrt(sum(float((a**2).sum()) for a in g.values()))
+        total += loss.item() * len(y)
         num_clipped += norm > CLIP
         rate = RATE * 0.8 ** (number - 1) * 0.7**step.epoch
         for n, a in g.items():
             a = a * min(1, CLIP / (norm + 1e-6)) + DECAY * w[n]  # torch's clip has this 1e-6
             velocity[n] = RHO * velocity[n] + a if n in velocity else a
             w[n] = w[n] - rate * velocity[n]
-    return w, num_clipped
+    return w, num_clipped, total / len(now.train_samples) / KEYS["local_epochs"]
 
 
 FORMS = [(name, form) for name, (_, forms) in CASES.items() for form in forms]
@@ -356,10 +358,12 @@ def test_two_rounds_of_local_training_are_those_of_the_papers_loops(name, form, 
         extra = {"prototypes": PROTOTYPES} if name == "fedproc" else {}
         now = make_round(config, number=number, received=w, state=state, extra=extra)
         update = method_of(config).train(now)
-        by_hand, num_clipped = trained_by_hand(config, name, number, w, previous)
+        by_hand, num_clipped, mean_loss = trained_by_hand(config, name, number, w, previous)
         tolerance = 1e-7 if name == "fedlc" else 1e-10  # its margins are float32
         assert_close(update.arrays, by_hand, rtol=0, atol=tolerance)
         assert num_clipped > 0
+        if name != "fedrcl":  # which omits a constant
+            assert sum(update.terms.values()) == pytest.approx(mean_loss, rel=1e-5)
         state, previous = update.state, by_hand
         # another model is received than was trained
         w = {n: a + 0.02 * random(*a.shape, seed=k) for k, (n, a) in enumerate(by_hand.items())}
