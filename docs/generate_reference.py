@@ -15,7 +15,7 @@ from typer.cli import get_docs_for_click  # noqa: E402
 
 from client_app.methods import documentation, method_class  # noqa: E402
 from keel.cli import main as command_line  # noqa: E402
-from keel.cli.catalog import CONFIG_GROUPS, option_rows  # noqa: E402
+from keel.cli.keys import CONFIG_GROUPS, option_rows  # noqa: E402
 from keel.tables import markdown as table  # noqa: E402
 from protocol import catalogue, config  # noqa: E402
 from protocol.server_optimizers import SERVER_OPTIMIZERS  # noqa: E402

@@ -1,14 +1,19 @@
-"""Tables as text, for Markdown, and a console for those of a terminal."""
+"""Tables and facts for people: in a terminal, in Markdown, or as JSON."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+import json
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from protocol.options import typed
+from protocol.text import printable
 
 PIPE_WIDTH = 240  # columns, where the output is no terminal
-MAX_SHORT = 16  # letters of a cell that is not broken
-TEXT_WIDTH = 18  # of a column with longer cells at least
+Row = dict[str, Any]
 
 
 def markdown(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
@@ -29,51 +34,81 @@ def terminal_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
-def is_too_wide(table: Table) -> bool:
-    """Whether the terminal is too narrow to show the table without cutting words."""
-    console = terminal_console()
-    wide = console.options.update(max_width=10_000)
-    return console.measure(table, options=wide).minimum > console.width
-
-
-def add_column(
-    table: Table,
-    name: str,
-    cells: Iterable[str],
-    justify: Literal["left", "right"] = "left",
-    is_whole: bool = False,
-) -> None:
-    """Add a column for these cells. Long ones that are neither numbers nor whole are broken.
-
-    They are broken between words only, if these have at most 40 letters.
-    """
-    texts = [name, *cells]
-    if is_whole or justify == "right" or max(map(len, texts)) <= MAX_SHORT:
-        table.add_column(name, justify=justify, no_wrap=True, min_width=max(map(len, texts)))
-        return
-    longest = max(len(word) for text in texts for word in text.split() or [""])
-    table.add_column(name, min_width=min(40, max(longest, TEXT_WIDTH)), overflow="fold")
-
-
 def print_table(
-    build: Callable[[Sequence[str]], Table], columns: Iterable[str], drop_first: Sequence[str] = ()
+    columns: Mapping[str, Sequence[str | Text]], right: Container[str] = (), title: str = ""
 ) -> None:
-    """Print the table of these columns; to a pipe without the blanks that fill its lines.
+    """Print columns of cells; to a pipe without the blanks that fill its lines.
 
-    drop_first: columns that are left out, in this order, where the terminal is too narrow. Then the
-    others are, from the right, but never the first: its cells are names to copy.
+    The first column, whose cells are names to copy, is never broken. right: columns of numbers.
     """
-    console, shown, left_out = terminal_console(), list(columns), []
-    for name in (*drop_first, *(name for name in shown[:0:-1] if name not in drop_first)):
-        if is_too_wide(build(shown)):
-            shown.remove(name)
-            left_out.append(name)
-    table = build(shown)
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        is_first = name == next(iter(columns))
+        justify: Any = "right" if name in right else "left"
+        table.add_column(
+            name, justify=justify, no_wrap=is_first or name in right, overflow="fold",
+            min_width=max(map(len, columns[name]), default=0) if is_first else None,
+        )  # fmt: skip
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*(c if isinstance(c, Text) else Text(printable(c)) for c in row))
+    console = terminal_console()
     if console.is_terminal:
-        console.print(table, width=PIPE_WIDTH if is_too_wide(table) else None, crop=False)
-    else:
-        with console.capture() as captured:
-            console.print(table)
-        print("\n".join(line.rstrip() for line in captured.get().splitlines()))
-    if left_out:
-        console.print(f"Hidden at this width: {', '.join(left_out)}", style="dim")
+        console.print(table, crop=False)
+        return
+    with console.capture() as captured:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def show(
+    rows: Sequence[Row],
+    as_json: bool,
+    title: str,
+    caption: str = "",
+    hidden: Container[str] = (),
+) -> None:
+    """Rows with equal keys as JSON, or as a table without the hidden columns."""
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    shown = [name for name in rows[0] if name not in hidden]
+    right = {n for n in shown if all(isinstance(row[n], int | float | None) for row in rows)}
+    print_table({name: [cell(name, row[name]) for row in rows] for name in shown}, right, title)
+    if caption:
+        terminal_console().print(caption, highlight=False)
+
+
+def show_one(facts: Row, tables: Mapping[str, Sequence[Row]], as_json: bool) -> None:
+    """Facts, one per line, then tables; or everything as one JSON object."""
+    if as_json:
+        print(json.dumps(facts | dict(tables), indent=2))
+        return
+    console = terminal_console()
+    for key, value in facts.items():
+        console.print(Text.assemble((f"{key}: ", "bold"), text_of(value)), soft_wrap=True)
+    for title, rows in tables.items():
+        if rows:
+            show(rows, False, title)
+
+
+def cell(column: str, value: Any) -> str:
+    """A cell of a table; values of config keys are shown as they are typed."""
+    return typed(value) if column in ("default", "value") else text_of(value)
+
+
+def text_of(value: Any) -> str:
+    """A text for people: yes and no, thousands separated, lists with commas, a dash for None."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k} = {text_of(v)}" for k, v in value.items())
+    if isinstance(value, list | tuple):
+        separator = " x " if all(isinstance(v, int) for v in value) else ", "
+        return separator.join(text_of(v) for v in value)
+    return str(value)

@@ -10,10 +10,9 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -115,17 +114,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False  # the order of collection
     return Scheduling(config, log)
-
-
-@pytest.fixture
-def no_reader() -> Iterator[TextIO]:
-    """The end of a pipe whose reader has gone."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    stream = os.fdopen(writer, "w")
-    yield stream
-    with suppress(BrokenPipeError):
-        stream.close()
 
 
 @pytest.fixture(autouse=True)

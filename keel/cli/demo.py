@@ -1,6 +1,6 @@
 """`keel demo`: FedAvg and FedIntR on scikit-learn's digits, in one table and one plot."""
 
-from keel.cli.runs import compare
+from keel.cli.compare import compare
 from keel.engine import run as run_on_engine
 from keel.interrupts import interruptible
 from keel.job import EngineOptions

@@ -249,10 +249,10 @@ def list_command(scale: Scale = "paper", output: Output = None) -> None:
     The time is for one run at a time. It is extrapolated from finished runs in the output directory
     with the same data and model, so it is unknown before the first.
     """
-    from keel.cli.catalog import show
     from keel.experiments.overview import overview
+    from keel.tables import show
 
     refuse_unknown("--scale", scale, list(SCALES))
     names = ("recipe", "paper", "title", "size", "finished", "time left")
     rows = [dict(zip(names, line, strict=True)) for line in overview(scale, output_folder(output))]
-    show(rows, False, f"Recipes at scale {scale}", drop_first=["title"])
+    show(rows, False, f"Recipes at scale {scale}")

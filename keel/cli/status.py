@@ -13,7 +13,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from keel.cli.runs import JsonOption, percent, row_of
+from keel.cli.arguments import JsonOption, OptionalRun
+from keel.cli.list_runs import percent, row_of
 from keel.progress import SHORT, round_line
 from keel.runs import COLOURS, FINISHED, RUNNING, SavedRun, find_run
 from keel.tables import terminal_console
@@ -26,7 +27,7 @@ POLL_S = 0.5
 
 
 def status(
-    run: Annotated[str, typer.Argument(show_default=False)] = "",
+    run: OptionalRun = "",
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Show each round until the run ends.")
     ] = False,

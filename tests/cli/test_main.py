@@ -10,7 +10,7 @@ import pytest
 
 import keel.__main__
 import keel.cli.main
-from keel.cli.main import COMMANDS, WhileRead, load, main
+from keel.cli.main import COMMANDS, load, main
 from protocol.config import app_folder
 from tests.tools.run_directories import make_run
 
@@ -98,9 +98,8 @@ sys.exit(main(words))
     command = [sys.executable, "-c", code, module, *arguments]
     found = subprocess.run(command, capture_output=True, text=True, cwd=app_folder)
     assert (found.returncode, found.stdout) == (2, "")
-    assert found.stderr == (
-        f"error: this installation lacks {module}: use a checkout or `pip install`\n"
-    )
+    assert module in found.stderr
+    assert found.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -123,59 +122,37 @@ def test_exit_codes(monkeypatch, capsys, error, code):
     assert said == ("" if code == 130 else f"error: {' '.join(str(error).split())}\n")
 
 
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_listing_that_nobody_reads_to_its_end_is_no_error(no_reader, monkeypatch, stream):
-    monkeypatch.setattr(sys, stream, no_reader)
-    assert main(["keys"]) == 0
-    assert main(["nonsense"]) == 2
-
-
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_what_the_terminal_cannot_encode_is_a_question_mark(monkeypatch, encoding):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding))
-    assert main(["presets"]) == 0  # it has a dash that no byte stands for
+    assert main(["datasets"]) == 0  # its dash and lines are in neither
     assert b"?" in raw.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("encoding", "character"), [("utf-8", "\udcff"), ("koi8-r", "±"), ("iso8859-2", "ã")]
-)
-def test_a_character_that_the_encoding_lacks_can_be_printed(encoding, character):
-    raw = io.BytesIO()
-    stream = WhileRead(io.TextIOWrapper(raw, encoding, write_through=True))
-    assert stream.write(f"a{character}b\n") == 4
-    assert raw.getvalue() == b"a?b\n"
-
-
 @pytest.mark.parametrize("words", [["keys", "lr"], ["keys"]], ids=["buffered", "longer"])
-def test_output_to_a_full_disk_is_one_line(monkeypatch, capsys, words):
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        assert main(words) == 1
-    assert capsys.readouterr().err == "error: /dev/full: No space left on device\n"
+def test_output_to_a_full_disk_is_one_line(words):
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "keel", *words]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
 
 
-@pytest.mark.end_to_end
-def test_a_closed_pipe_is_no_error_of_the_process(no_reader):
-    command = [sys.executable, "-m", "keel", "keys", "lr"]  # less than a buffer: written at the end
-    done = subprocess.run(command, stdout=no_reader, stderr=subprocess.PIPE)
-    assert (done.returncode, done.stderr) == (0, b"")
-
-
-def test_mistyped_commands_and_options_are_one_line(refusal, capsys):
-    assert refusal("doktor") == "error: No such command 'doktor'. Did you mean 'doctor'?\n"
-    assert refusal("deploy", "lopback").endswith("'lopback'. Did you mean 'loopback'?\n")
-    line = "error: No such command 'train'. `keel --help` lists all commands.\n"
-    assert refusal("train") == line
-    assert "'xyz'. `keel experiments --help` lists all commands." in refusal("experiments", "xyz")
-    assert refusal("run", "--engine", "flowr").endswith("'deployment'. Did you mean flower?\n")
-    assert "Config keys have no leading dashes: method=VALUE." in refusal(
-        "run", "--method", "fedavg"
-    )
-    assert main(["run", "--client", "3"]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert "--clients" in line
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["doktor"], "doctor"),
+        (["deploy", "lopback"], "loopback"),
+        (["train"], "train"),
+        (["run", "--engine", "flowr"], "flower"),
+        (["run", "--client", "3"], "--clients"),
+        (["run", "--method", "fedavg"], "method=VALUE"),
+        (["run", "--rounds", "3"], "num-rounds"),
+        (["predict", "run", "-x.png"], "-- before"),
+    ],
+)
+def test_a_mistyped_command_or_option_is_one_line(words, meant, refusal):
+    assert meant in refusal(*words)
 
 
 @pytest.mark.parametrize("name", ["experiments", "deploy"])
@@ -187,35 +164,20 @@ def test_a_group_without_a_command_shows_its_help_alone(name, capsys):
     assert "completion" not in said.out
 
 
-def test_an_option_that_is_a_config_key_is_not_likened_to_an_option(refusal):
-    line = "error: No such option '--alpha'. Config keys have no leading dashes: alpha=VALUE.\n"
-    assert refusal("run", "--alpha", "3") == line
-    end = "Config keys have no leading dashes: KEY=VALUE; did you mean num-rounds?\n"
-    assert refusal("run", "--rounds", "3") == f"error: No such option '--rounds'. {end}"
-
-
-def test_an_argument_that_begins_with_a_dash_is_no_riddle(refusal):
-    line = "error: No such option '-x'. Write -- before an argument that begins with a dash.\n"
-    assert refusal("predict", "run", "-x.png") == line
-
-
 @pytest.mark.parametrize(
-    ("words", "fault"),
+    ("words", "name"),
     [
-        (["list", ""], "DIRECTORY is empty: name a path, or leave it out"),
-        (["ui", "", "/no/such/directory"], "DIRECTORY is empty: name a path, or leave it out"),
-        (["export", "RUN", "--to", "csv", "--output="], "--output is empty: name a path, or"),
-        (["experiments", "list", "--output", ""], "--output is empty: name a path, or leave"),
-        (["predict", "RUN", ""], "IMAGE is empty: name a path"),
-        (["export", "", "--to", "csv"], "RUN is empty: name a run"),
-        (["experiments", "verify", ""], "RUN is empty: name a run"),
-        (["stop", ""], "RUN is empty: name a run, or leave it out"),
-        (["compare", "RUN", ""], "RUN is empty: name a run"),
+        (["list", ""], "DIRECTORY"),
+        (["ui", "", "/no/such/directory"], "DIRECTORY"),
+        (["export", "RUN", "--to", "csv", "--output="], "--output"),
+        (["predict", "RUN", ""], "IMAGE"),
+        (["stop", ""], "RUN"),
+        (["compare", "RUN", ""], "RUN"),
     ],
 )
-def test_an_empty_path_or_run_is_refused(words, fault, refusal):
-    """As of a shell's variable that is not set: it was the current directory or the newest run."""
-    assert refusal(*words).startswith(f"error: {fault}")
+def test_an_empty_path_or_run_is_refused(words, name, refusal):
+    """As of a shell's variable that is not set: it would be the directory, or the newest run."""
+    assert name in refusal(*words)
 
 
 def test_ctrl_c_while_keel_is_imported_is_no_traceback(monkeypatch):
@@ -260,29 +222,6 @@ def test_ctrl_c_while_an_extension_is_imported_is_no_traceback(cause, monkeypatc
     assert capsys.readouterr().err == ""
 
 
-def test_an_error_of_syntax_in_a_file_of_the_user_is_one_line(tmp_path, monkeypatch, refusal):
-    mine = tmp_path / "mine.py"
-    mine.write_text("x = 1\ny = = 2\n")
-    monkeypatch.setattr(
-        "keel.cli.runs.find_run", lambda name: compile(mine.read_text(), mine, "exec")
-    )
-    assert refusal("stop", "one") == f"error: {mine}:2: invalid syntax\n"
-
-
-def test_an_error_as_a_file_of_the_user_is_imported_is_one_line(tmp_path, monkeypatch, refusal):
-    monkeypatch.setattr("protocol.config.app_folder", tmp_path)
-    mine = tmp_path / "models" / "mine.py"
-    code = compile("x = 1\nfrom pathlib import Pathh\n", mine, "exec")
-    monkeypatch.setattr("keel.cli.runs.find_run", lambda name: exec(code))
-    line = refusal("stop", "one")
-    assert line.startswith(f"error: {mine}:2: ImportError: cannot import name 'Pathh'")
-    code = compile("import keel.typo\n", mine, "exec")
-    assert refusal("stop", "one").startswith(f"error: {mine}:1: ModuleNotFoundError: No module")
-    code = compile("def f():\n    1 / 0\nf()\n", mine, "exec")
-    with pytest.raises(ZeroDivisionError):  # no statement of the file: a bug of Keel's
-        main(["stop", "one"])
-
-
 def test_a_notebook_s_backend_that_is_not_installed_here_does_not_matter(tmp_path):
     """A kernel sets the variable for `!keel run`, which may be in another environment."""
     (tmp_path / "runs").mkdir()
@@ -300,7 +239,4 @@ def test_a_user_without_a_home_is_told_to_set_keel_home(monkeypatch, refusal):
 
     monkeypatch.delenv("KEEL_HOME", raising=False)
     monkeypatch.setattr("pathlib.Path.home", no_home)
-    assert refusal("list") == (
-        "error: Could not determine home directory. Set KEEL_HOME to a directory that you can "
-        "write to\n"
-    )
+    assert "KEEL_HOME" in refusal("list")

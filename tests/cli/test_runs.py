@@ -19,9 +19,10 @@ from PIL import ExifTags, Image
 from run_fixtures import history_of, summary_of, without_pictures
 
 import server_app.report
+from keel.cli.compare import PLACES
 from keel.cli.main import main
-from keel.cli.runs import PLACES, is_flower
 from keel.cli.status import status_lines
+from keel.cli.stop import is_flower
 from keel.plots import labels_of
 from keel.runs import SavedRun, all_runs, differing_keys, find_run, is_locked, lock_holder
 from server_app.load_model import load_model
@@ -130,10 +131,10 @@ def test_a_damaged_checkpoint_is_named(two, printed):
 
 
 def test_the_list_shows_method_data_rounds_accuracy_and_state(two, printed):
-    header, *rows = printed("list").splitlines()
+    _, header, _, *rows = printed("list").splitlines()
     assert header.split() == ["run", "method", "data", "rounds", "accuracy", "state", "age"]
     accuracy = f"{100 * history_of(two / 'one')[-1]['global']['accuracy']:.2f}"
-    found = {row.split()[0]: row.split()[1:7] for row in rows}
+    found = {row.split()[0]: row.split()[1:7] for row in rows if row}
     expected = ["fedavg", "digits", "2/2", accuracy, "%", "finished"]
     assert found == {"one": expected, "other": expected}
     [row] = json.loads(printed("list", "--json", "--limit", "1"))
@@ -218,7 +219,7 @@ def test_the_process_that_holds_a_lock_is_found(trained):
 
 
 def test_a_run_of_flwr_run_is_left_to_flwr_stop(two, refusal, monkeypatch):
-    monkeypatch.setattr("keel.cli.runs.is_flower", lambda pid: True)
+    monkeypatch.setattr("keel.cli.stop.is_flower", lambda pid: True)
     (two / "one" / ".lock").write_text("1")  # a process's id
     with (two / "one" / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

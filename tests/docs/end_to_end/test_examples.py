@@ -37,19 +37,3 @@ def test_the_readmes_table_of_methods_is_the_generated_one(
     readme = (repository / "README.md").read_text()
     [table] = re.findall(r"with the registries -->\n(.*?)\n<!-- end of the table -->", readme, re.S)
     assert table == generated
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")  # TorchScript is what is shown
-def test_an_exported_model_is_used_as_the_page_says(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(home)
-    keys = ["method=fedavg", "model=cnn-fedreco", "num-rounds=1", "data-fraction=0.1"]
-    words = ["run", *keys, "run-name=RUN", "--clients", "2", "--engine", "inline"]
-    assert command_line.main(words) == 0, capsys.readouterr().err
-    assert command_line.main(["export", "RUN", "--to", "torchscript"]) == 0
-    text = (docs / "getting-started.md").read_text()
-    [block] = re.findall(r'```python title="TorchScript without Keel"\n(.*?)```', text, re.S)
-    found: dict[str, list[str]] = {}
-    exec(block, found)
-    assert found["names"][0] in list("0123456789")

@@ -1,9 +1,6 @@
-"""A run's model as ONNX or TorchScript, with its normalisation inside."""
+"""A run's model as ONNX, with its normalisation inside."""
 
-import io
 import json
-import warnings
-import zipfile
 from pathlib import Path
 
 import torch
@@ -31,14 +28,14 @@ class Classifier(nn.Module):
         return logits
 
 
-def export_model(directory: Path, client: str, to: str, path: Path) -> None:
-    """Write the run's final global model, or a client's personal one; `to` is onnx or torchscript.
+def export_model(directory: Path, client: str, path: Path) -> None:
+    """Write the run's final global model, or a client's personal one, as ONNX.
 
-    The class names are stored with it: as metadata "classes", or as the extra file classes.json.
+    The class names are stored with it, as metadata "classes".
     ValueError, one line, if a package is missing or too old, or the run has no such model.
     """
     missing = [name for name in ("onnx", "onnxscript") if not is_installed(name)]
-    if to == "onnx" and missing:
+    if missing:
         raise ValueError(
             f"--to onnx needs {' and '.join(missing)}: pip install {' '.join(missing)} "
             "(Keel's extra export)"
@@ -47,15 +44,6 @@ def export_model(directory: Path, client: str, to: str, path: Path) -> None:
     classifier = Classifier(model).eval()
     example = torch.zeros(2, *model.network.input_shape)  # a batch of 1 would become a constant
     classes = json.dumps(model.class_names)
-    if to == "torchscript":
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore", FutureWarning)  # torch recommends torch.export
-            # torch's own check reports the names in two traces as a difference
-            traced = torch.jit.trace(classifier, example, check_trace=False)  # type: ignore[no-untyped-call]
-            content = io.BytesIO()  # torch would leave part of a file if the disk were full
-            torch.jit.save(traced, content, _extra_files={"classes.json": classes})
-        write_output(path, without_debug_files(content))
-        return
     try:
         import onnx
 
@@ -79,16 +67,3 @@ def export_model(directory: Path, client: str, to: str, path: Path) -> None:
         del node.metadata_props[:]  # its stack trace, with paths of this machine
     onnx.helper.set_model_props(stored, {"classes": classes})
     write_output(path, stored.SerializeToString())
-
-
-def without_debug_files(content: io.BytesIO) -> bytes:
-    """A TorchScript file without its debug files: the source paths in them may name a user.
-
-    torch does not need them.
-    """
-    made = io.BytesIO()
-    with zipfile.ZipFile(content) as before, zipfile.ZipFile(made, "w") as after:
-        for name in before.namelist():
-            if not name.endswith(".debug_pkl"):
-                after.writestr(zipfile.ZipInfo(name), before.read(name))
-    return made.getvalue()

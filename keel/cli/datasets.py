@@ -1,0 +1,91 @@
+"""`keel datasets`: the data sets, and one with its classes and pixel statistics."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from keel.cli.arguments import JsonOption, NameArgument
+from keel.tables import Row, show, show_one
+from protocol.config import keel_home, resolve_config
+
+# Files in data-dir that a download creates or the user provides.
+DATA_FILES = {
+    "fashion-mnist": ("fashion-mnist", "FashionMNIST/raw"),
+    "mnist": ("mnist", "MNIST/raw"),
+    "cifar10": ("cifar-10-batches-py",),
+    "cifar100": ("cifar-100-python",),
+    "svhn": ("train_32x32.mat",),
+    "tiny-imagenet": ("tiny-imagenet-200",),
+}
+
+
+def datasets(
+    name: NameArgument = None,
+    as_json: JsonOption = False,
+    image_size: Annotated[
+        int, typer.Option(help="Pixels to which images are resized; 0: their own size.")
+    ] = 0,
+) -> None:
+    """List the data sets, or show one: its classes and pixel statistics."""
+    from data.readers import READERS
+    from data.sources import load_source
+
+    resolve_config({"image-size": image_size})
+    data_dir, cache_dir = keel_home() / "data", keel_home() / "cache"
+    rows = {
+        each: {
+            "name": each,
+            "train": reader.published and reader.published.num_train,
+            "test": reader.published and reader.published.num_test,
+            "classes": reader.published and reader.published.num_classes,
+            "shape": reader.published and list(reader.published.image_shape),
+            "description": reader.description,
+            "here": availability(each, data_dir, cache_dir),
+        }
+        for each, reader in READERS.items()
+    }
+    if name is None:
+        caption = f"data-dir is {data_dir} by default."
+        show(list(rows.values()), as_json, "Data sets", caption, ["description"])
+        return
+    if name in rows and rows[name]["here"] != "yes":
+        show_one(rows[name], {}, as_json)
+        return
+    source = load_source(name, data_dir, cache_dir, image_size)
+    facts: Row = {
+        "name": source.name,
+        "shape": list(source.image_shape),
+        "mean": [round(value, 4) for value in source.mean],
+        "std": [round(value, 4) for value in source.std],
+    }
+    published = rows[name]["shape"] if name in rows else None
+    if published and published != facts["shape"]:
+        facts |= {"shape as published": published}
+    counts = [
+        {
+            "class": class_name,
+            "train": int((source.train.labels == label).sum()),
+            "test": int((source.test.labels == label).sum()),
+        }
+        for label, class_name in enumerate(source.class_names)
+    ]
+    show_one(facts, {"classes": counts}, as_json)
+
+
+def availability(name: str, data_dir: Path, cache_dir: Path) -> str:
+    """Whether the data set can be used here without a download, else how to get it."""
+    from data.cache import is_cached
+    from data.readers import DEBIAN_DATASETS
+
+    if name.endswith(":PATH"):
+        return "your own images"
+    if name not in DATA_FILES:
+        return "yes"
+    files = [data_dir / file for file in DATA_FILES[name]]
+    if is_cached(name, cache_dir) or any(
+        path.exists() for path in (*files, DEBIAN_DATASETS / name)
+    ):
+        return "yes"
+    place = f"data-dir/{DATA_FILES[name][0]}"
+    return f"put it in {place}" if name == "tiny-imagenet" else f"download, or put it in {place}"

@@ -1,0 +1,88 @@
+"""`keel models`: the networks, and one with its layers."""
+
+from keel.cli.arguments import JsonOption, NameArgument
+from keel.tables import Row, show, show_one, terminal_console
+from protocol.config import refuse_unknown
+from protocol.models import MODELS
+
+NUM_CLASSES = 10
+DEFAULT_INPUT = (3, 32)  # (channels, pixels) of a model whose paper names none
+ABOUT_COLUMNS = (
+    "Width: entries of one image's representation if the model is split after this layer.\n"
+    "Fits: models that may train together in FedReCo at this split (equal widths)."
+)
+
+
+def models(name: NameArgument = None, as_json: JsonOption = False) -> None:
+    """List the models, or show one with its layers."""
+    if name is None:
+        layers = all_layers()
+        rows = [model_row(each, layers[each]) for each in MODELS]
+        show(rows, as_json, "Models", f"Parameters with {NUM_CLASSES} classes.")
+        return
+    refuse_unknown("model", name, list(MODELS))
+    layers = all_layers()
+    show_one(model_row(name, layers[name]), {"layers": layer_rows(name, layers)}, as_json)
+    if not as_json:
+        terminal_console().print(ABOUT_COLUMNS)
+
+
+def model_row(name: str, layers: list[Row]) -> Row:
+    """Norms, input and parameters of a model."""
+    spec = MODELS[name]
+    size = spec.image_size
+    return {
+        "name": name,
+        "norms": ", ".join(norm or "none" for norm in spec.norms) or "none",
+        "input": f"{spec.channels} x {size} x {size}" if size else "as the data",
+        "parameters": sum(row["parameters"] for row in layers),
+    }
+
+
+def layer_rows(name: str, layers: dict[str, list[Row]]) -> list[Row]:
+    """One row per stage, with the models whose representation has the same width there."""
+    widths = {
+        other: {(row["layer"], row["width"]) for row in rows if row["width"]}
+        for other, rows in layers.items()
+        if other != name
+    }
+    return [
+        row | {"fits": [other for other in widths if (row["layer"], row["width"]) in widths[other]]}
+        for row in layers[name]
+    ]
+
+
+def all_layers() -> dict[str, list[Row]]:
+    """The rows of `layers_of` of every model."""
+    return {each: layers_of(each) for each in MODELS}
+
+
+def layers_of(name: str) -> list[Row]:
+    """Every stage's output for one image, parameters, and width where the model is split there.
+
+    The last stage is called "features": split there, the representation is the classifier's input,
+    whichever stage that is.
+    """
+    import torch
+
+    from models import build_model
+
+    spec = MODELS[name]
+    channels, pixels = spec.channels or DEFAULT_INPUT[0], spec.image_size or DEFAULT_INPUT[1]
+    # on device "meta" torch's compiler would be imported, which takes 2 s
+    model = build_model(name, num_classes=NUM_CLASSES, channels=channels, image_size=pixels).eval()
+    with torch.no_grad():
+        _, outputs = model.run(torch.zeros(1, channels, pixels, pixels), model.stage_names)
+    rows = [
+        {
+            "layer": stage,
+            "shape": list(output.shape[1:]),
+            "parameters": sum(p.numel() for p in model.stages[stage].parameters()),
+            "width": output.numel(),
+        }
+        for stage, output in zip(model.stage_names, outputs, strict=True)
+    ]
+    rows[-1] |= {"layer": "features", "width": model.feature_width}
+    head = sum(p.numel() for p in model.classifier.parameters())
+    classifier = {"layer": "classifier", "shape": [model.num_classes], "parameters": head}
+    return [*rows, classifier | {"width": None}]
