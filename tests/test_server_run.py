@@ -274,17 +274,17 @@ def test_a_client_that_lost_its_state_is_named_and_left_out_until_it_is_reset(ru
 
 
 def test_a_full_disk_ends_the_run_in_one_line_and_a_resume_goes_on(run, monkeypatch, tmp_path):
-    write = server_app.run_directory.write_atomically
+    write = server_app.run_directory.write_version
 
-    def full(path, *content):
-        if path.name.startswith("round-00002"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        write(path, *content)
+    def full(folder, round_, *content):
+        if round_ == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        return write(folder, round_, *content)
 
     whole = run({"method": "moon"})
     with monkeypatch.context() as patch:
-        patch.setattr(server_app.run_directory, "write_atomically", full)
-        with pytest.raises(OSError, match="round-00002"):
+        patch.setattr(server_app.run_directory, "write_version", full)
+        with pytest.raises(OSError, match="checkpoints"):
             run({"method": "moon", "run-name": "cut"})
     resume(tmp_path / "cut")
     assert_same_run(tmp_path / "cut", whole)
