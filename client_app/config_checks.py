@@ -5,7 +5,7 @@ from typing import Any
 from client_app.method import Method
 from protocol.catalogue import classes
 from protocol.config import RunConfig, default_config
-from protocol.models import MODELS
+from protocol.models import model_spec
 from protocol.options import ConfigError, keys_of
 from protocol.server_optimizers import SERVER_OPTIMIZERS
 
@@ -25,7 +25,8 @@ def check_tables(config: RunConfig) -> None:
         key.partition(".")[0] for key, value in config.flat.items() if value != defaults.get(key)
     }
     tables: dict[str, type[Any]] = {**classes, **SERVER_OPTIMIZERS}
-    for name in sorted(changed | {config.rounds.method, config.rounds.server_optimizer}):
+    tables[config.method_table] = config.method_class
+    for name in sorted(changed | {config.method_table, config.rounds.server_optimizer}):
         if name in tables:
             check_table(config, name, tables[name])
 
@@ -55,7 +56,7 @@ def check_method_config(config: RunConfig, method: Method) -> None:
             "model",
             f"model = {model.model!r} with BatchNorm: under {name} nobody updates the shared "
             "model's running statistics, which would stay 0 and 1; "
-            f"{MODELS[model.model].without_batch_norm(model.model)}",
+            f"{model_spec(model.model).without_batch_norm(model.model)}",
         )
     if config.client_models and not method.supports_mixed_architectures:
         raise ConfigError(
@@ -73,7 +74,7 @@ def check_method_config(config: RunConfig, method: Method) -> None:
 
 def has_batch_norm(config: RunConfig) -> bool:
     """Whether the run's network has BatchNorm."""
-    return MODELS[config.model.model].norm_layer(config.model.norm) == "batch"
+    return model_spec(config.model.model).norm_layer(config.model.norm) == "batch"
 
 
 def check_privacy(config: RunConfig, method: Method) -> None:
@@ -89,7 +90,7 @@ def check_privacy(config: RunConfig, method: Method) -> None:
         raise ConfigError(
             "privacy.epsilon",
             f"privacy.epsilon = {epsilon}: {model} with BatchNorm would send its statistics "
-            f"without noise; {MODELS[model].without_batch_norm(model)}",
+            f"without noise; {model_spec(model).without_batch_norm(model)}",
         )
 
 

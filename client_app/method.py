@@ -8,7 +8,7 @@ are frozen dataclasses whose fields are the method's options (`protocol.options`
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -87,6 +87,9 @@ class Method:
     has_own_server_half: ClassVar[bool] = False
     """The server half is in strategies/<name>.py; otherwise it is `strategies.Average`."""
 
+    server_half: ClassVar[type[Any] | None] = None
+    """The class of the server half of a method outside of Keel; sets `has_own_server_half`."""
+
     default_weighting: ClassVar[str] = "examples"
     """What `weighting = "auto"` means: the paper's weighting, "examples" or "uniform"."""
 
@@ -118,6 +121,11 @@ class Method:
     extra_forwards: ClassVar[str] = "0"
     """For the table of methods: forward passes per step in addition to the local model's, without
     caching. Nothing depends on it."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if vars(cls).get("server_half"):
+            cls.has_own_server_half = True
 
     def warning(self, config: RunConfig, num_samples: Mapping[str, int]) -> str:
         """A known problem with this run's config, one line, logged before round 1; "" for none.

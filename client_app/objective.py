@@ -127,6 +127,7 @@ class PreviousModelObjective(LocalObjective):
     first_use: str = option(
         one_of("received", "initial"),
         "previous model at a client's first participation",
+        default="received",
         source="initial: FedIntR's code",
     )
 

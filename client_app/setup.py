@@ -15,7 +15,7 @@ from data.sources import Source, load_source
 from models import StagedModel, build_model
 from protocol.config import RunConfig, keel_home, refuse_unknown
 from protocol.messages import DatasetSpec
-from protocol.models import IMAGE_SIZES, MODELS
+from protocol.models import IMAGE_SIZES, MODELS, model_spec
 from protocol.seeds import seed_of
 from protocol.text import num_of
 
@@ -29,8 +29,8 @@ def open_source(
 
     shape: (channels, pixels, pixels) to which its images are converted; None: as in the config.
     """
-    refuse_unknown("model", config.model.model, list(MODELS))  # a server may send any
-    data, expected = config.data, MODELS[config.model.model]
+    refuse_unknown("model", config.model.model, [*MODELS, *config.own])  # a server may send any
+    data, expected = config.data, model_spec(config.model.model)
     size, channels = data.image_size or expected.image_size, data.channels or expected.channels
     if shape:
         channels, size, _ = shape

@@ -36,7 +36,10 @@ class TunedHead(OwnHead):
     """The heads are tuned once more after the last round."""
 
     final_head_epochs: int = option(
-        at_least(0), "epochs on the head after the last round", source="authors' code: 10"
+        at_least(0),
+        "epochs on the head after the last round",
+        default=0,
+        source="authors' code: 10",
     )
 
     def depends_on_num_rounds(self) -> bool:

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from client_app.class_checks import class_problems, function_problems
 from client_app.method import Update
 from client_app.methods import method_class, method_of
 from client_app.objective import LocalObjective
 from client_app.state import StateFolder
-from keel.class_checks import class_problems, function_problems
 from keel.cli.new_method import placeholders
 from keel.loss_checks import (
     batch_order_is_irrelevant,
@@ -58,7 +58,8 @@ class Result:
 
 def class_is_as_expected(subject: Subject) -> None:
     """Both halves declare options and flags and have functions that Keel reads and calls."""
-    cls, half = method_class(subject.name), server_half(subject.name)
+    cls = method_class(subject.name)
+    half = server_half(cls)
     problems = [*class_problems(cls), *(function_problems(half) if half is not Average else ())]
     require(not problems, "; ".join(problems[:1]))
     file = app_folder / "strategies" / f"{method_stem(subject.name)}.py"

@@ -1,19 +1,18 @@
 """The code that a run is made with: digests of its sources, and torch's version. Needs no torch."""
 
-import importlib
 import inspect
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from protocol.catalogue import method_names, method_stem
 from protocol.config import app_folder
 from protocol.files import digest
+from protocol.own_code import Own, is_own_frame
 
 run_by_worker = ("client_app", "data", "flower_adapter", "models", "protocol")  # packages
 SERVER_PACKAGES = ("server_app", "strategies")  # beside those of the clients
@@ -53,6 +52,12 @@ def code_version(sources: str = "", torch: str = "") -> str:
     return f"sources {sources or sources_digest()}, torch {torch}"
 
 
+def code_of(own: Mapping[str, Own]) -> str:
+    """`code_version` with the digests of a run's own code, which is other code once edited."""
+    texts = [f", {spec} {own[spec].digest}" for spec in sorted(own)]
+    return code_version() + "".join(texts)
+
+
 def is_installed(package: str) -> bool:
     """Whether it can be imported. A folder of that name without an __init__.py does not count."""
     spec = find_spec(package)
@@ -74,14 +79,17 @@ def place_of(function: Callable[..., Any]) -> str:
 
 
 def line_in_method(error: BaseException) -> str:
-    """ " (FILE:LINE)" if a method's code, or a library that it called, raised the error.
+    """ " (FILE:LINE)" if a method's code, own code, or a library that it called, raised the error.
 
     "" otherwise: a ValueError raised elsewhere is a user's mistake.
     """
     stems = {method_stem(name) for name in method_names()}
     found = ""
-    for frame in traceback.extract_tb(error.__traceback__):
-        path = Path(frame.filename)
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        path = Path(frame.f_code.co_filename)
+        if is_own_frame(frame):
+            found = f" ({path.name}:{line})"
+            continue
         if not path.is_relative_to(app_folder):
             continue
         path = path.relative_to(app_folder)
@@ -89,18 +97,5 @@ def line_in_method(error: BaseException) -> str:
             continue
         is_half = str(path.parent) == "strategies" and path.stem in stems
         is_method = is_half or path.parts[:2] == ("client_app", "methods")
-        found = f" ({path.as_posix()}:{frame.lineno})" if is_method else ""
+        found = f" ({path.as_posix()}:{line})" if is_method else ""
     return found
-
-
-def imported(name: str) -> ModuleType:
-    """A module that a user may have written. ValueError, with file and line, if it has an error."""
-    try:
-        return importlib.import_module(name)
-    except SyntaxError as error:
-        raise ValueError(f"{error.filename}:{error.lineno}: {error.msg}") from None
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [f for f in frames if Path(f.filename).stem == name.rpartition(".")[2]]
-        place = f"{own[-1].filename}:{own[-1].lineno}" if own else name
-        raise ValueError(f"{place}: {type(error).__name__}: {error}") from error

@@ -11,7 +11,7 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,20 +30,29 @@ from protocol.config_keys import (
     names_in,
 )
 from protocol.files import full_path
-from protocol.models import MODELS
-from protocol.options import ConfigError, OptionValue, did_you_mean, parse_options
+from protocol.models import MODELS, model_spec
+from protocol.options import (
+    ConfigError,
+    OptionValue,
+    defaults_of,
+    did_you_mean,
+    parse_options,
+)
+from protocol.own_code import VALUE, Own, canonical, find, is_spec, known, table_of
 from protocol.server_optimizers import SERVER_OPTIMIZERS
-from protocol.source_spec import parse_source
+from protocol.source_spec import SOURCE_NAMES, parse_source
 
 FlatConfig = dict[str, OptionValue]
 T = TypeVar("T")
+SPEC_KEYS = ("method", "model", "client-models", "source", "partition")  # may name own code
 
 
 @dataclass(frozen=True, eq=False)
 class RunConfig:
     """A whole config, parsed. `flat` holds every key with its final value.
 
-    Compared by identity, so that it can key what is built from it once a process.
+    own: the own code that values of `flat` name, by spec. Compared by identity, so that it can key
+    what is built from it once a process.
     """
 
     rounds: RoundsConfig
@@ -52,6 +61,7 @@ class RunConfig:
     train: TrainConfig
     privacy: PrivacyConfig
     flat: Mapping[str, OptionValue]
+    own: Mapping[str, Own] = field(default_factory=dict)
 
     @property
     def client_models(self) -> list[str]:
@@ -88,10 +98,23 @@ class RunConfig:
         """The options dataclass `cls` from the keys `name.*`, of a method or server optimizer."""
         return parse_options(cls, self.flat, prefix=f"{name}.")
 
-    def method_options(self) -> Any:
-        """The method's options and capability flags; `client_app.methods` has registered it."""
+    @property
+    def method_table(self) -> str:
+        """The table of the method's options: its name, and fedpull of `mine.py:FedPull`."""
+        return table_of(self.rounds.method) or self.rounds.method
+
+    @property
+    def method_class(self) -> type[Any]:
+        """The method's class: `client_app.methods` has registered it, or it is own code."""
         name = self.rounds.method
-        return self.table(name, classes[name])
+        if name not in self.own:
+            return classes[name]
+        method = self.own[name].value
+        return method if isinstance(method, type) else type(method)  # a spec may name an instance
+
+    def method_options(self) -> Any:
+        """The method's options and capability flags."""
+        return self.table(self.method_table, self.method_class)
 
     def server_optimizer_options(self) -> Any:
         """The server optimizer's options, of its type in SERVER_OPTIMIZERS."""
@@ -99,8 +122,16 @@ class RunConfig:
         return self.table(name, SERVER_OPTIMIZERS[name])
 
     def to_json(self) -> str:
-        """One line that `config_from_json` reads back; what clients are sent."""
-        return json.dumps(dict(self.flat), sort_keys=True)
+        """One line that `config_from_json` reads back; what clients are sent.
+
+        Of own code it has the digests.
+        """
+        return json.dumps({**self.flat, **digests_entry(self.own)}, sort_keys=True)
+
+
+def digests_entry(own: Mapping[str, Own]) -> dict[str, dict[str, str]]:
+    """{"own": the digest of each spec}; {} without own code."""
+    return {"own": {spec: own[spec].digest for spec in sorted(own)}} if own else {}
 
 
 def keel_home() -> Path:
@@ -185,24 +216,85 @@ def refuse_unknown(what: str, name: str, allowed: list[str], method: str = "") -
     )
 
 
-def resolve_config(overrides: Mapping[str, OptionValue]) -> RunConfig:
+def resolve_config(
+    overrides: Mapping[str, OptionValue], own: Mapping[str, Own] | None = None
+) -> RunConfig:
     """The run's config from the keys that the user gave.
 
-    ValueError, one line, for an unknown key, preset, method or other name, for a value that is not
-    allowed, and for values that contradict each other (`validate`).
+    own: what specs name, such as the own code that a run began with; other specs are read from
+    their files and modules. ValueError, one line, for an unknown key, preset, method or other name,
+    for a value that is not allowed, and for values that contradict each other (`validate`). The
+    class of an own method is loaded last.
     """
     flat = default_config()
-    known = list(flat)
+    names, table = list(flat), table_of(str(overrides.get("method", "")))
     for key in overrides:
-        refuse_unknown("config key", key, known, str(overrides.get("method", "")))
+        if not (table and key.startswith(f"{table}.")):
+            refuse_unknown("config key", key, names, str(overrides.get("method", "")))
     preset = overrides.get("preset", flat["preset"])
     if preset:
         refuse_unknown("preset", str(preset), list(presets()))
         flat |= presets()[str(preset)]
     flat |= overrides
-    config = _parse(flat)
+    config = _parse(flat, own_code_in(flat, own or {}))
     validate(config)
-    return config
+    return with_own_options(config, overrides) if table else config
+
+
+def own_code_in(flat: FlatConfig, given: Mapping[str, Own]) -> dict[str, Own]:
+    """The own code that values of `flat` name, by spec; `flat` gets the canonical specs.
+
+    ConfigError for a file or module that cannot be read, and for two files of one name.
+    """
+    found: dict[str, Own] = {}
+    for key in SPEC_KEYS:
+        for spec in (name for name in names_in(str(flat[key])) if is_own(key, name)):
+            own = given.get(canonical(spec)) or find(spec, key)
+            others = [each for each in found.values() if each.place == own.place != VALUE]
+            if any(each.digest != own.digest for each in others):
+                raise ConfigError(key, f"{key} = {spec!r}: the run uses another {own.place} too")
+            found[own.spec] = own
+            flat[key] = str(flat[key]).replace(spec, own.spec)
+    return found
+
+
+def is_own(key: str, name: str) -> bool:
+    """Whether a name in the value of this key names own code; `folder:data` is one of Keel's."""
+    is_keels = key == "source" and f"{name.partition(':')[0]}:PATH" in SOURCE_NAMES
+    return is_spec(name) and not is_keels
+
+
+def with_own_options(config: RunConfig, overrides: Mapping[str, OptionValue]) -> RunConfig:
+    """The config with the options of its own method: their defaults, or as they were set."""
+    options, table = own_options(config.own[config.rounds.method]), config.method_table
+    given = {key: value for key, value in overrides.items() if key.startswith(f"{table}.")}
+    for key in given:
+        refuse_unknown("config key", key, list(options))
+    return replace(config, flat={**config.flat, **options, **given})
+
+
+def own_options(method: Own) -> FlatConfig:
+    """The keys of an own method's options with their defaults; loads its class.
+
+    ConfigError if their table is one of Keel's, and for an option without default.
+    """
+    table = table_of(method.spec)
+    what = f"method = {method.spec!r}"
+    if table in {key.partition(".")[0] for key in default_config()} | {*method_names()}:
+        raise ConfigError("method", f"{what}: Keel has a {table!r}: rename {method.name}")
+    try:
+        value = method.value
+    except ValueError as error:
+        raise ConfigError("method", f"{what}: {error}") from error
+    if not is_dataclass(value):
+        raise ConfigError(
+            "method",
+            f"{what}: expected a subclass of Method or LocalObjective with @dataclass(frozen=True)",
+        )
+    try:
+        return {f"{table}.{key}": default for key, default in defaults_of(value).items()}
+    except ValueError as error:
+        raise ConfigError("method", f"{what}: {error}") from error
 
 
 @lru_cache(maxsize=64)  # of all runs that train together
@@ -214,16 +306,17 @@ def config_from_json(text: str) -> RunConfig:
         flat = None
     if not isinstance(flat, dict):
         raise ValueError("the run's config is not a JSON object of keys and values")
-    return _parse(flat)
+    own = flat.pop("own", {})
+    return _parse(flat, {spec: known(spec, digest) for spec, digest in own.items()})
 
 
-def _parse(flat: FlatConfig) -> RunConfig:
+def _parse(flat: FlatConfig, own: Mapping[str, Own]) -> RunConfig:
     rounds, data = parse_options(RoundsConfig, flat), parse_options(DataConfig, flat)
     model, train = parse_options(ModelConfig, flat), parse_options(TrainConfig, flat)
     privacy = parse_options(PrivacyConfig, flat, prefix="privacy.")
     if data.channels == 2:
         raise ConfigError("channels", "channels = 2: expected 0 (the source's own), 1 or 3")
-    config = RunConfig(rounds, data, model, train, privacy, flat)
+    config = RunConfig(rounds, data, model, train, privacy, flat, own)
     for name in ("resume", "output-dir", "data-dir"):
         if not flat[name]:
             continue
@@ -244,15 +337,17 @@ def validate(config: RunConfig) -> None:
     Everything that can be checked without torch, data, clients or the method's class.
     """
     rounds, model, epsilon = config.rounds, config.model, config.privacy.epsilon
-    refuse_unknown("method", rounds.method, list(method_names()))
+    own = list(config.own)
+    refuse_unknown("method", rounds.method, [*method_names(), *own])
     refuse_unknown("server-optimizer", rounds.server_optimizer, list(SERVER_OPTIMIZERS))
-    refuse_unknown("model", model.model, list(MODELS))
+    refuse_unknown("model", model.model, [*MODELS, *own])
     for name in config.client_models:
-        refuse_unknown("client-models", name, list(MODELS))
+        refuse_unknown("client-models", name, [*MODELS, *own])
     for name in names_in(rounds.diagnostics):
         refuse_unknown("diagnostics", name, ["all", *DIAGNOSTICS])
-    MODELS[model.model].check(model.model, model.norm, model.width)
-    parse_source(config.data.source)
+    model_spec(model.model).check(model.model, model.norm, model.width)
+    if config.data.source not in config.own:
+        parse_source(config.data.source)
     config.server_optimizer_options()
     if 0 < epsilon < SMALLEST_EPSILON:
         raise ConfigError(

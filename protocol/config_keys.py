@@ -21,11 +21,18 @@ from protocol.options import (
     option,
     true_or_false,
 )
+from protocol.own_code import is_spec
 from protocol.server_optimizers import SERVER_OPTIMIZERS
 from protocol.source_spec import SOURCE_NAMES
 from protocol.text import num_of
 
 MIN_ROBUST_REPLIES = 3  # of two, neither is an outlier
+
+
+def or_own_code(names: Constraint) -> Constraint:
+    """One of these names, or a spec of own code."""
+    allowed = f"{names.description}, or FILE.py:NAME"
+    return Constraint(lambda v: names.holds(v) or is_spec(v), allowed, names.choices)
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ class DataConfig:
         "mean and standard deviation of the pixels: source: the training images'; half: 0.5 each",
     )
     partition: str = option(
-        one_of("iid", "dirichlet", "dirichlet-balanced", "classes", "shards"),
+        or_own_code(one_of("iid", "dirichlet", "dirichlet-balanced", "classes", "shards")),
         "how the training set is split over the clients",
     )
     alpha: float = option(more_than(0), "concentration of both Dirichlet partitions")

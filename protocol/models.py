@@ -55,6 +55,11 @@ class ModelSpec:
             )
 
 
+def model_spec(name: str) -> ModelSpec:
+    """What is known of a model; of a network that is own code, that it offers no choice."""
+    return MODELS.get(name) or ModelSpec()
+
+
 MODELS: dict[str, ModelSpec] = {
     "cnn-fedintr": ModelSpec(norms=("", "group"), image_size=32, channels=3),
     "cnn-fedcka": ModelSpec(norms=("", "group")),

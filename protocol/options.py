@@ -4,9 +4,10 @@ A group of options is a frozen dataclass whose fields carry a constraint and a d
 
     @dataclass(frozen=True)
     class FedProx:
-        mu: float = option(at_least(0), "weight of the proximal term", source="eq. (2)")
+        mu: float = option(at_least(0), "weight of the proximal term", default=0.01)
 
-Only pyproject.toml states defaults, so a field has none and every key must be present.
+Options of methods and server optimizers declare their defaults, from which `tools.config_table`
+writes the tables in pyproject.toml. Of the common keys, only pyproject.toml states the defaults.
 """
 
 import dataclasses
@@ -124,14 +125,19 @@ def parse_duration(text: str) -> tuple[int, str]:
 
 
 def option(
-    constraint: Constraint, description: str = "", *, source: str = "", key: str = ""
+    constraint: Constraint,
+    description: str = "",
+    *,
+    default: Any = dataclasses.MISSING,
+    source: str = "",
+    key: str = "",
 ) -> Any:
     """A dataclass field read from the key of the same name, with hyphens (or from `key`).
 
     source: the equation, paper or code that the option comes from.
     """
     metadata = {"constraint": constraint, "description": description, "source": source, "key": key}
-    return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default=default, kw_only=True, metadata=metadata)
 
 
 def typed(value: object) -> str:
@@ -181,6 +187,21 @@ def key_of(field: "dataclasses.Field[Any]") -> str:
 def keys_of(cls: type) -> list[str]:
     """The config keys of an options dataclass, in the order of its fields."""
     return [key_of(f) for f in dataclasses.fields(cls)]
+
+
+def defaults_of(options: Any) -> dict[str, OptionValue]:
+    """The default of each key of an options dataclass, or the value in an instance of one.
+
+    ValueError for an option without a default.
+    """
+    found = {}
+    for field in dataclasses.fields(options):
+        value = field.default if isinstance(options, type) else getattr(options, field.name)
+        if value is dataclasses.MISSING:
+            name = f"{options.__name__}.{field.name}"
+            raise ValueError(f"{name} has no default: expected option(..., default=...)")
+        found[key_of(field)] = value
+    return found
 
 
 @functools.cache

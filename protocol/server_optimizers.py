@@ -23,9 +23,9 @@ class FedAvgOptions(ServerOptimizerOptions):
 class FedAvgMOptions(ServerOptimizerOptions):
     """SGD with momentum on the pseudo-gradient (Hsu, Qi, Brown 2019, arXiv 1909.06335)."""
 
-    lr: float = option(more_than(0), "server learning rate eta_g")
+    lr: float = option(more_than(0), "server learning rate eta_g", default=1.0)
     beta: float = option(
-        between(0, 1, open_high=True), "server momentum", source="FedRCL, Table 5: 0.4"
+        between(0, 1, open_high=True), "server momentum", default=0.4, source="FedRCL, Table 5: 0.4"
     )
 
 
@@ -33,13 +33,18 @@ class FedAvgMOptions(ServerOptimizerOptions):
 class FedAdamOptions(ServerOptimizerOptions):
     """Adam on the pseudo-gradient (Reddi et al., ICLR 2021, arXiv 2003.00295)."""
 
-    lr: float = option(more_than(0), "server learning rate eta_g")
+    lr: float = option(more_than(0), "server learning rate eta_g", default=0.01)
     beta1: float = option(
-        between(0, 1, open_high=True), "decay of the first moment", source="Algorithm 2"
+        between(0, 1, open_high=True),
+        "decay of the first moment",
+        default=0.9,
+        source="Algorithm 2",
     )
-    beta2: float = option(between(0, 1), "decay of the second moment", source="Algorithm 2")
+    beta2: float = option(
+        between(0, 1), "decay of the second moment", default=0.99, source="Algorithm 2"
+    )
     tau: float = option(
-        more_than(0), "degree of adaptivity, added to sqrt(v)", source="Algorithm 2"
+        more_than(0), "degree of adaptivity, added to sqrt(v)", default=0.001, source="Algorithm 2"
     )
 
 
@@ -50,11 +55,12 @@ class FedACGOptions(ServerOptimizerOptions):
     client_term: ClassVar[str] = "beta"
 
     lambda_: float = option(
-        between(0, 1, open_high=True), "momentum of the look-ahead", key="lambda"
+        between(0, 1, open_high=True), "momentum of the look-ahead", default=0.85, key="lambda"
     )
     beta: float = option(
         at_least(0),
         "weight of the clients' term ||theta - wh||^2; 0 removes it",
+        default=0.001,
         source="without 1/2, as the authors' code",
     )
 

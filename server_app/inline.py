@@ -9,6 +9,7 @@ from pathlib import Path
 
 from client_app.handlers import forget_data
 from protocol.options import OptionValue
+from protocol.own_code import Own
 from server_app.experiment import Experiment
 from server_app.observers import RunObserver
 from server_app.pool import InlineWorkers, WorkerPool
@@ -19,17 +20,17 @@ def run_inline(
     overrides: Mapping[str, OptionValue],
     num_clients: int,
     observers: Sequence[RunObserver] = (),
+    own: Mapping[str, Own] | None = None,
 ) -> Path:
-    """A run in this process; returns its directory. Raises what `run_federation` raises."""
+    """A run in this process; returns its directory. own, errors: as `run_federation`."""
     forget_data()
 
     def make_pool(experiment: Experiment, resumed: Path | None) -> WorkerPool:
         config = experiment.config
         return WorkerPool(InlineWorkers(), config, experiment.source, config.rounds.num_clients)
 
-    return run_federation(
-        make_pool, with_num_clients(overrides, num_clients), observers=observers
-    ).path
+    keys = with_num_clients(overrides, num_clients)
+    return run_federation(make_pool, keys, observers=observers, own=own).path
 
 
 def with_num_clients(

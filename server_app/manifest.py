@@ -3,10 +3,10 @@
 manifest.json has
 
 layout: the number of the directory's layout (run_reader.py). versions, code: of packages, Python,
-processor and Keel's sources; code has more entries after a resume with other code. clients,
-simulated, data, split, precision: what the result depends on beside the config. rounds: digests of
-the first checkpoints. files, kept, checkpoint, audit: once the run has ended, digests of its files,
-the names of the newest client states and checkpoint, and the end of the audit log. For
+processor, Keel's sources and own code; code has more entries after a resume with other code.
+clients, simulated, data, split, precision: what the result depends on beside the config. rounds:
+digests of the first checkpoints. files, kept, checkpoint, audit: once the run has ended, digests of
+its files, the names of the newest client states and checkpoint, and the end of the audit log. For
 information: keel (version and commit), machines, workers. `keel experiments verify` reads it.
 
 audit.jsonl has a line for who joined, was refused, was sent what, and released what. The lines are
@@ -37,10 +37,11 @@ import torch
 
 from client_app.machine import machine, package_versions, processors
 from client_app.setup import device_for
-from protocol.code import code_version, sources_digest
+from protocol.code import code_of, sources_digest
 from protocol.config import RunConfig, app_folder, keel_version
 from protocol.files import Chain, digest, read_chain, versions_in, write_atomically
 from protocol.messages import MachineReport
+from protocol.own_code import FOLDER, Own
 from server_app.run_reader import (
     AUDIT_FILE,
     CLIENTS_FILE,
@@ -113,13 +114,14 @@ def check_audit(run: RunReader, is_resumed: bool = False) -> int:
     return len(lines)
 
 
-def versions(device: torch.device) -> dict[str, str]:
+def versions(device: torch.device, own: Mapping[str, Own]) -> dict[str, str]:
     """Versions that the bits of a result depend on: sources, packages, Python, processor type.
 
-    device: that the run trains on.
+    device: that the run trains on. own: the run's own code.
     """
-    own = {"sources": sources_digest(), "python": platform.python_version()}
-    return package_versions() | own | processors(device)
+    keels = {"sources": sources_digest(), "python": platform.python_version()}
+    codes = {spec: own[spec].digest for spec in sorted(own)}
+    return package_versions() | keels | codes | processors(device)
 
 
 @lru_cache(maxsize=1)
@@ -174,16 +176,17 @@ def begin_manifest(
     """
     before = RunReader(directory).manifest
     code, device = before.get("code", []), device_for(config.train.device)
-    if trains and before.get("rounds") and code_version() not in code:
+    code_now = code_of(config.own)
+    if trains and before.get("rounds") and code_now not in code:
         log.warning(
             "the code has changed since this run's last rounds (%s; now %s): the run will mix both",
             "; ".join(code),
-            code_version(),
+            code_now,
         )
     fields: dict[str, Any] = {
         "layout": LAYOUT,
-        "versions": before["versions"] if before.get("rounds") else versions(device),
-        "code": appended(code, code_version()) if trains else code,
+        "versions": before["versions"] if before.get("rounds") else versions(device, config.own),
+        "code": appended(code, code_now) if trains else code,
         "keel": appended(before.get("keel", []), f"{keel_version()} {commit()}".strip()),
         "clients": num_clients,
         "simulated": is_simulated,
@@ -219,7 +222,7 @@ def note_round(
     """
     manifest = RunReader(directory).manifest
     rounds = {n: noted for n, noted in manifest.get("rounds", {}).items() if int(n) < server_round}
-    now = versions(device_for(config.train.device))
+    now = versions(device_for(config.train.device), config.own)
     if len(rounds) == server_round - 1 and manifest["versions"] == now:
         rounds[str(server_round)] = checkpoint_digest
     update(directory, rounds=rounds)
@@ -233,7 +236,8 @@ def finish_manifest(directory: Path, last_round: int, keeps_clients: bool) -> No
     """
     # a run that ended before its first round has no history
     paths = [path for name in signed_files if (path := directory / name).exists()]
-    files = {path.name: digest(path.read_bytes()) for path in paths}
+    paths += sorted((directory / FOLDER).glob("*"))
+    files = {str(p.relative_to(directory)): digest(p.read_bytes()) for p in paths}
     kept = newest_states(directory, last_round) if keeps_clients else {}
     checkpoints = versions_in(directory / "checkpoints", last_round) if keeps_clients else []
     name = checkpoints[-1].name if checkpoints else ""

@@ -17,6 +17,7 @@ from protocol.arrays import Arrays, all_finite, array_record, tensors
 from protocol.files import digest, private_files
 from protocol.messages import TrainRequest, request_record
 from protocol.options import OptionValue
+from protocol.own_code import Own
 from server_app.evaluation import (
     divergence_advice,
     evaluate_clients,
@@ -46,18 +47,19 @@ def run_federation(
     at_exit: Callable[[Callable[[], None]], None] = lambda note: None,
     observers: Sequence[RunObserver] = (),
     early: MemoryHandler | None = None,
+    own: Mapping[str, Own] | None = None,
 ) -> RunDirectory:
     """Run from the first round, or from where `resume` says, to the last; return the run directory.
 
     at_exit: registers a function that notes the run as stopped, for processes that are ended where
     no exception reaches the run. observers: are told of the start, every round and the end.
-    early: has the warnings until there is a run.log, which gets them.
+    early: has the warnings until there is a run.log, which gets them. own: as `resolve_config`.
 
     ValueError, one line, before anything is trained, if the config, the data and the clients do not
     fit together. TooFewRepliesError and DivergedError end a run with its last checkpoint intact.
     """
     with ExitStack() as held:
-        run = start_run(make_pool, overrides, held, early)
+        run = start_run(make_pool, overrides, held, early, own)
         run_rounds(run, at_exit, observers)
     return run.directory
 

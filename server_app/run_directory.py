@@ -16,8 +16,9 @@ from typing import Any, TextIO
 from client_app.methods import method_of
 from client_app.node_config import RUN_NAME
 from client_app.state import NUM_CHECKPOINTS
+from protocol import own_code
 from protocol.arrays import UNREADABLE, Arrays, Pieces, mismatch, packed_pieces, unpacked
-from protocol.config import RunConfig, keel_home, resolve_config
+from protocol.config import RunConfig, digests_entry, keel_home, resolve_config
 from protocol.files import (
     append_line,
     digest,
@@ -118,8 +119,10 @@ class RunDirectory:
         self._lock.close()
 
     def save_config(self, config: RunConfig, overrides: Mapping[str, OptionValue]) -> None:
-        """Write config.json; `overrides` are the keys that the user set."""
+        """Write config.json and the run's own code; `overrides` are the keys that the user set."""
+        own_code.save(self.path, config.own)
         content = {"config": dict(config.flat), "overrides": dict(overrides), "id": self.id}
+        content |= digests_entry(config.own)
         write_atomically(self.path / CONFIG_FILE, json.dumps(content, indent=2).encode())
 
     def record(self, line: Mapping[str, Any]) -> Line:
@@ -293,7 +296,7 @@ def open_run_directory(
             "only num-rounds can be changed"
         )
     merged = run.overrides | {k: v for k, v in overrides.items() if k == "num-rounds"}
-    config = resolve_config(merged)
+    config = resolve_config(merged, run.own)
     num_rounds = config.rounds.num_rounds
     check_num_rounds(run, config)
     expected = saved | {"num-rounds": num_rounds}

@@ -28,9 +28,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from protocol.config import RunConfig, config_from_json, default_config, keel_home
+from protocol import own_code
+from protocol.config import RunConfig, config_from_json, default_config, digests_entry, keel_home
 from protocol.files import HISTORY_FILE as HISTORY_FILE
 from protocol.files import full_path, versions_in
+from protocol.own_code import Own, table_of
 from protocol.text import num_of
 from server_app.history import Line
 
@@ -81,9 +83,14 @@ class RunReader:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Every key; a newer one than the run has its default, one that is gone is omitted."""
-        defaults = default_config()
-        return defaults | {k: v for k, v in self._saved["config"].items() if k in defaults}
+        """Every key; a newer one than the run has its default, one that is gone is omitted.
+
+        The options of the run's own method are among them.
+        """
+        defaults, saved = default_config(), self._saved["config"]
+        table = f"{table_of(str(saved.get('method')))}."
+        of_own_method = {k: v for k, v in saved.items() if k.startswith(table) and table != "."}
+        return defaults | {k: v for k, v in saved.items() if k in defaults} | of_own_method
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -97,8 +104,19 @@ class RunReader:
 
     @property
     def run_config(self) -> RunConfig:
-        """The config, parsed."""
-        return config_from_json(json.dumps(self.config))
+        """The config, parsed, with the run's own code, which is executed when it is used."""
+        assert self.own is not None  # read: `config_from_json` finds it
+        return config_from_json(json.dumps(self.config | digests_entry(self.own)))
+
+    @cached_property
+    def own(self) -> dict[str, Own]:
+        """The run's own code, as it began with it. ValueError if a file is missing or changed."""
+        return own_code.read(self.directory, self.own_digests)
+
+    @property
+    def own_digests(self) -> dict[str, str]:
+        """The digest of each piece of own code, by spec."""
+        return dict(self._saved.get("own", {}))
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
@@ -223,7 +241,7 @@ def new_path(config: RunConfig) -> Path:
             )
         return path
     source = config.data.source.partition(":")[0]
-    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{rounds.method}-{source}"
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.method_table}-{source}"
     path, number = parent / stem, 0
     while path.exists():
         number += 1

@@ -10,8 +10,9 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import client_app.app
 from client_app.handlers import forget_data
 from client_app.setup import split_over_clients
 from protocol.options import OptionValue
+from protocol.own_code import Own, hold, shipped
 from protocol.processes import num_cores
 from protocol.ray_nodes import Node, WorkerOptions, check_gpus, living_nodes
 from protocol.ray_start import OWN_PYTHON, require_token, skip_unused_processes, worker_variables
@@ -57,34 +59,36 @@ def run_simulated(
     num_clients: int,
     options: WorkerOptions,
     observers: Sequence[RunObserver] = (),
+    own: Mapping[str, Own] | None = None,
 ) -> Path:
     """A run with workers on Ray, started from this process; returns its directory.
 
-    Raises what `run_federation` raises.
+    own, errors: as `run_federation`.
     """
     forget_data()
     with ExitStack() as held:
 
         def make_pool(experiment: Experiment, resumed: Path | None) -> WorkerPool:
             num = experiment.config.rounds.num_clients
-            simulation = flower_simulation(num, options)
+            simulation = flower_simulation(num, options, experiment.config.own.values())
             workers = FlowerWorkers(*held.enter_context(simulation))
             return pool_of_workers(workers, experiment, num, resumed)
 
         keys = with_num_clients(overrides, num_clients)
-        return run_federation(make_pool, keys, observers=observers).path
+        return run_federation(make_pool, keys, observers=observers, own=own).path
 
 
 @contextmanager
 def flower_simulation(
-    num_clients: int, options: WorkerOptions
+    num_clients: int, options: WorkerOptions, own: Iterable[Own] = ()
 ) -> Iterator[tuple[Grid, Callable[[], None]]]:
     """(grid, a function that raises what ended the simulation) within.
 
-    ValueError, one line, if no machine has what a worker needs.
+    own: the own code that every worker is given. ValueError, one line, if no machine has what a
+    worker needs.
     """
     cpus, gpus = options.cpus, options.gpus
-    with ray_within(options.address, num_clients * cpus):
+    with ray_within(options.address, num_clients * cpus, own):
         import ray
 
         nodes = living_nodes()
@@ -143,10 +147,11 @@ def num_fitting(nodes: list[Node], cpus: float, gpus: float) -> int:
 
 
 @contextmanager
-def ray_within(address: str, max_cpus: float) -> Iterator[None]:
+def ray_within(address: str, max_cpus: float, own: Iterable[Own] = ()) -> Iterator[None]:
     """Ray within: the cluster at this address, or one on this machine, for this user alone.
 
-    max_cpus: that its workers need. ValueError if this process uses Ray already.
+    max_cpus: that its workers need. own: the own code that they have from their start. ValueError
+    if this process uses Ray already.
     """
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # when Flower ends its workers, they have ended
     if not address:
@@ -157,6 +162,8 @@ def ray_within(address: str, max_cpus: float) -> Iterator[None]:
         raise ValueError("this process uses Ray already: start the run in a process of its own")
     options: dict[str, Any] = {"address": address}
     environment: dict[str, Any] = {"env_vars": worker_variables()}
+    if taken := shipped(own):
+        environment["worker_process_setup_hook"] = partial(hold, taken)
     if not address:
         skip_unused_processes(forwards_output=False)
         options = {"address": "local", "num_cpus": int(min(num_cores(), max(1.0, max_cpus)))}

@@ -11,9 +11,11 @@ from flwr.app import Message
 
 from client_app.machine import data_digest, host_name, report_of
 from client_app.networks import resolved
+from protocol import own_code
 from protocol.config import RunConfig, resolve_config
 from protocol.messages import PreflightRequest, payload_bytes
 from protocol.options import OptionValue
+from protocol.own_code import Own
 from server_app.checks import config_warnings
 from server_app.diagnostics.monitor import Monitor
 from server_app.experiment import Experiment, admit_clients, build_experiment
@@ -124,12 +126,13 @@ def start_run(
     overrides: Mapping[str, OptionValue],
     held: ExitStack,
     early: MemoryHandler | None = None,
+    own: Mapping[str, Own] | None = None,
 ) -> Run:
     """Check all that can be checked before round 1, then make or open the run directory.
 
-    held: closes the directory. early: has warnings for the run's log.
+    held: closes the directory. early: has warnings for the run's log. own: as `resolve_config`.
     """
-    config = resolve_config(overrides)
+    config = resolve_config(overrides, own)
     overrides = {key: value for key, value in overrides.items() if key != "resume"}
     resumed: RunDirectory | None = None
     if config.rounds.resume:
@@ -155,11 +158,12 @@ def start_run(
         held.callback(directory.close)
     backoff = Backoff(config.rounds.backoff_after)
     run = Run(experiment, pool, clients, directory, start, monitor, backoff)
-    begin_log(run, warnings + config_warnings(config, overrides), early)
+    warnings += config_warnings(config, overrides)
+    begin_log(run, warnings + own_code.edited(config.own, overrides.values()), early)
     if clients.are_simulated:
         # a resume with another number of simulated clients would split the data differently
         overrides = {**overrides, "num-clients": clients.num}
-    directory.save_config(resolve_config(overrides), overrides)
+    directory.save_config(resolve_config(overrides, config.own), overrides)
     note_manifest(run, data)
     return run
 

@@ -1,22 +1,36 @@
 """The server half of every method: `Average`, or the method's own if it sets `has_own_server_half`.
 
-A server half of its own is in strategies/<name>.py.
+That of a method of Keel is in strategies/<name>.py; any other method names its class.
 """
 
 import pkgutil
 from contextlib import suppress
+from typing import Any
 
 from models import StagedModel
 from protocol.catalogue import classes, method_stem
-from protocol.code import imported
 from protocol.config import RunConfig
+from protocol.own_code import imported
 from strategies.average import Average
 
 
-def server_half(method: str) -> type[Average]:
-    """The class of a method's server half; ValueError if its own file has an error or none."""
-    if not classes[method].has_own_server_half:
-        return Average
+def server_half(method: type[Any]) -> type[Average]:
+    """The class of the server half of a method, or of the method that it is derived from.
+
+    ValueError if its own file has an error or none.
+    """
+    names = {cls: name for name, cls in classes.items() if cls.has_own_server_half}
+    for cls in method.__mro__:
+        half: type[Average] | None = vars(cls).get("server_half")
+        if half:
+            return half
+        if cls in names:
+            return half_in_file(names[cls])
+    return Average
+
+
+def half_in_file(method: str) -> type[Average]:
+    """The class that strategies/<name>.py defines."""
     module = imported(f"{__name__}.{method_stem(method)}")
     halves: list[type[Average]] = [
         value
@@ -39,7 +53,7 @@ def strategy_for(config: RunConfig, model: StagedModel) -> Average:
     ValueError if clients would add the noise of `privacy.epsilon` to whole numbers, such as
     indices.
     """
-    strategy = server_half(config.rounds.method)(config, model)
+    strategy = server_half(config.method_class)(config, model)
     if epsilon := config.privacy.epsilon:
         for name, array in strategy.expected(strategy.initial_arrays(model)).items():
             if not array.is_floating_point():

@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 
 import pytest
 
+from client_app.class_checks import class_problems, function_problems
 from client_app.methods import method_class
 from client_app.objective import LocalObjective
-from keel.class_checks import class_problems, function_problems
 from protocol.catalogue import method_names
 from protocol.config import default_config
 from protocol.options import at_least, keys_of, option

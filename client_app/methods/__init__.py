@@ -4,11 +4,13 @@ import sys
 from contextlib import suppress
 from functools import lru_cache
 
+from client_app.class_checks import class_problems
 from client_app.config_checks import check_method_config, check_tables
 from client_app.method import Method
 from protocol.catalogue import classes, method_names, method_stem
-from protocol.code import imported
 from protocol.config import RunConfig, refuse_unknown
+from protocol.options import ConfigError
+from protocol.own_code import imported
 
 
 def method_class(name: str) -> type[Method]:
@@ -42,6 +44,15 @@ for each in method_names():
         method_class(each)
 
 
+def check_own_class(spec: str, cls: type) -> None:
+    """ConfigError, one line, unless own code is a method and declares what Keel reads."""
+    if not issubclass(cls, Method):
+        reason = f"{cls.__name__} is no method: expected a subclass of Method or LocalObjective"
+        raise ConfigError("method", f"method = {spec!r}: {reason}")
+    for problem in class_problems(cls):
+        raise ConfigError("method", f"method = {spec!r}: {problem}")
+
+
 def documentation(name: str) -> str:
     """The docstring of the method's file."""
     return sys.modules[method_class(name).__module__].__doc__ or ""
@@ -54,8 +65,11 @@ def method_of(config: RunConfig) -> Method:
     ConfigError if an option is not allowed, or if the run asks of the method what it cannot do.
     """
     name = config.rounds.method
-    refuse_unknown("method", name, list(method_names()))
-    method_class(name)
+    if name in config.own:
+        check_own_class(name, config.method_class)
+    else:
+        refuse_unknown("method", name, list(method_names()))
+        method_class(name)
     check_tables(config)
     method: Method = config.method_options()
     check_method_config(config, method)

@@ -46,10 +46,13 @@ class Ditto(LocalObjective):
     lambda_: float = option(
         at_least(0),
         "weight of the squared distance to the global model",
+        default=1.0,
         source="authors' code: 1, or chosen from 0.1, 1 and 2",
         key="lambda",
     )
-    personal_epochs: int = option(at_least(0), "epochs on the personal model in each round")
+    personal_epochs: int = option(
+        at_least(0), "epochs on the personal model in each round", default=1
+    )
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """v_i; initially the run's initial weights."""

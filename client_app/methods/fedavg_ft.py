@@ -28,10 +28,16 @@ class FedAvgFT(FedAvg):
     paper: ClassVar[str] = "Collins et al. 2022"
 
     part: str = option(
-        one_of("head", "full"), "what is tuned at evaluation", source="the code of FedRep and FedCR"
+        one_of("head", "full"),
+        "what is tuned at evaluation",
+        default="head",
+        source="the code of FedRep and FedCR",
     )
     epochs: int = option(
-        at_least(0), "epochs of tuning at evaluation", source="the code of FedRep and FedCR: 10"
+        at_least(0),
+        "epochs of tuning at evaluation",
+        default=10,
+        source="the code of FedRep and FedCR: 10",
     )
 
     def is_tuned_for_evaluation(self) -> bool:

@@ -45,11 +45,17 @@ class FedBABU(Method):
     client_state: ClassVar[str] = "nothing; its head with `fedbabu.fedper-like`"
     paper: ClassVar[str] = "Oh et al. 2022"
 
-    part: str = option(one_of("full", "head", "extractor"), "what is tuned at evaluation")
-    epochs: int = option(at_least(0), "epochs of tuning at evaluation", source="authors' notebook")
-    lr: float = option(more_than(0), "constant learning rate of tuning", source="authors' notebook")
+    part: str = option(
+        one_of("full", "head", "extractor"), "what is tuned at evaluation", default="full"
+    )
+    epochs: int = option(
+        at_least(0), "epochs of tuning at evaluation", default=5, source="authors' notebook"
+    )
+    lr: float = option(
+        more_than(0), "constant learning rate of tuning", default=0.001, source="authors' notebook"
+    )
     fedper_like: bool = option(
-        true_or_false(), "train a private head with the extractor, as in FedPer"
+        true_or_false(), "train a private head with the extractor, as in FedPer", default=False
     )
 
     def is_tuned_for_evaluation(self) -> bool:

@@ -90,21 +90,24 @@ class FedCKA(PreviousModelObjective):
     extra_forwards: ClassVar[str] = "2"
 
     mu: float = option(
-        at_least(0), "weight of the CKA term", source="eq. (1); tuned over 3, 5 and 10"
+        at_least(0), "weight of the CKA term", default=3.0, source="eq. (1); tuned over 3, 5 and 10"
     )
     num_layers: int = option(
         at_least(1),
         "M: number of layers compared, nearest the input first",
+        default=2,
         source="eq. (2); the paper: 2",
     )
     similarity: str = option(
         one_of("linear-cka", "kernel-cka", "cosine", "frobenius"),
         "similarity of two representations",
+        default="linear-cka",
         source="Table 3",
     )
     projection: str = option(
         one_of("none", "mlp-side"),
         "compare the layers' outputs, or a projection of each",
+        default="none",
         source="the paper: none; FedIntR's code: mlp-side",
     )
 

@@ -39,9 +39,12 @@ class FedCL(LevelContrast):
     regularises: ClassVar[str] = "all stages, samples of a batch against each other, without labels"
     paper: ClassVar[str] = "Seo et al. 2024 (ablation)"
 
-    tau: float = option(more_than(0), "temperature", source="as FedRCL: 0.05")
+    tau: float = option(more_than(0), "temperature", default=0.05, source="as FedRCL: 0.05")
     negatives: str = option(
-        one_of("hard", "all"), "the two most similar other samples, or all", source="authors' code"
+        one_of("hard", "all"),
+        "the two most similar other samples, or all",
+        default="hard",
+        source="authors' code",
     )
 
     def level_loss(self, phi: Tensor, y: Tensor) -> Tensor:

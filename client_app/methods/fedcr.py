@@ -128,11 +128,13 @@ class FedCR(TunedHead):
     beta: float = option(
         at_least(0),
         "weight of the divergence from the class's global Gaussian",
+        default=0.0001,
         source="authors' code: 1e-4",
     )
     samples: int = option(
         between(1, 10_000),
         "draws of the features per sample, in training and evaluation",
+        default=18,
         source="authors' code",
     )
 

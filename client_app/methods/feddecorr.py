@@ -48,11 +48,12 @@ class FedDecorr(LocalObjective):
     paper: ClassVar[str] = "Shi et al. 2023"
 
     beta: float = option(
-        at_least(0), "weight of the decorrelation term", source="authors' code: 0.1"
+        at_least(0), "weight of the decorrelation term", default=0.1, source="authors' code: 0.1"
     )
     form: str = option(
         one_of("code", "paper"),
         "code: off-diagonal mean; paper: (1/d^2) ||Corr||_F^2, about batch-size times smaller",
+        default="code",
     )
 
     def layers(self, model: StagedModel) -> list[str]:

@@ -61,21 +61,31 @@ class FedIntR(PreviousModelObjective):
     extra_forwards: ClassVar[str] = "2"
 
     mu: float = option(
-        at_least(0), "weight of the regulariser", source="eq. (5); tuned for each data set"
+        at_least(0),
+        "weight of the regulariser",
+        default=1.0,
+        source="eq. (5); tuned for each data set",
     )
-    tau: float = option(more_than(0), "temperature", source="eqs. (2) and (4); the paper: 0.5")
+    tau: float = option(
+        more_than(0), "temperature", default=0.5, source="eqs. (2) and (4); the paper: 0.5"
+    )
     layer_weights: str = option(
         one_of("similarity", "average"),
         "alpha_k: softmax of the similarities, eq. (4), or 1/K, eq. (6)",
+        default="similarity",
         source="Table V",
     )
     reduction: str = option(
         one_of("batch", "sample"),
         "batch: average the cosines first; sample: equations per sample",
+        default="batch",
         source="authors' code: batch",
     )
     projection_width: int = option(
-        between(1, 65_536), "d: outputs of each projection head", source="Sec. IV; the paper: 256"
+        between(1, 65_536),
+        "d: outputs of each projection head",
+        default=256,
+        source="Sec. IV; the paper: 256",
     )
 
     def model_parts(self) -> ModelParts:

@@ -40,7 +40,10 @@ class FedLC(LocalObjective):
     paper: ClassVar[str] = "Zhang et al. 2022"
 
     tau: float = option(
-        at_least(0), "scale of the margin tau * n_c^(-1/4)", source="FedRCL's tables: 1"
+        at_least(0),
+        "scale of the margin tau * n_c^(-1/4)",
+        default=1.0,
+        source="FedRCL's tables: 1",
     )
 
     def begin_round(self, ctx: RoundContext) -> Tensor | None:

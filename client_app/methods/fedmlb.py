@@ -25,7 +25,7 @@ from torch import Tensor
 from client_app.objective import Batch, LocalObjective
 from models import StagedModel
 from protocol.config import RunConfig
-from protocol.models import MODELS
+from protocol.models import model_spec
 from protocol.options import at_least, option
 
 
@@ -56,16 +56,19 @@ class FedMLB(LocalObjective):
     extra_forwards: ClassVar[str] = "from each stage to the output, with backward"
 
     lambda1: float = option(
-        at_least(0), "weight of the pathways' cross entropy", source="the paper: 1"
+        at_least(0), "weight of the pathways' cross entropy", default=1.0, source="the paper: 1"
     )
     lambda2: float = option(
-        at_least(0), "weight of the divergence from the pathways", source="the paper: 1"
+        at_least(0),
+        "weight of the divergence from the pathways",
+        default=1.0,
+        source="the paper: 1",
     )
 
     def warning(self, config: RunConfig, num_samples: Mapping[str, int]) -> str:
         """A warning if the network has no normalisation."""
         name, norm = config.model.model, config.model.norm
-        if MODELS[name].norm_layer(norm):
+        if model_spec(name).norm_layer(norm):
             return ""
         return (
             f"fedmlb on {name}, which has no norm layer: its activations grow and the model "

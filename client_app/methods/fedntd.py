@@ -50,11 +50,14 @@ class FedNTD(LocalObjective):
     paper: ClassVar[str] = "Lee et al. 2022"
     extra_forwards: ClassVar[str] = "1"
 
-    beta: float = option(at_least(0), "weight of the distillation term", source="authors' code: 1")
-    tau: float = option(more_than(0), "temperature", source="authors' code: 1")
+    beta: float = option(
+        at_least(0), "weight of the distillation term", default=1.0, source="authors' code: 1"
+    )
+    tau: float = option(more_than(0), "temperature", default=1.0, source="authors' code: 1")
     convex: bool = option(
         true_or_false(),
         "(1 - beta) CE + beta KL with tau 1",
+        default=False,
         source="the code of FedRCL's tables, with beta 0.3",
     )
 

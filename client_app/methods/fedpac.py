@@ -60,12 +60,16 @@ class FedPAC(OwnHead):
     extra_forwards: ClassVar[str] = "2 passes over its data per round"
 
     lambda_: float = option(
-        at_least(0), "weight of the feature alignment", source="authors' code: 1", key="lambda"
+        at_least(0),
+        "weight of the feature alignment",
+        default=1.0,
+        source="authors' code: 1",
+        key="lambda",
     )
     head_lr: float = option(
-        more_than(0), "constant learning rate of the head", source="authors' code: 0.1"
+        more_than(0), "constant learning rate of the head", default=0.1, source="authors' code: 0.1"
     )
-    extractor_epochs: int = option(at_least(0), "epochs on the extractor in each round")
+    extractor_epochs: int = option(at_least(0), "epochs on the extractor in each round", default=1)
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """The received extractor and the head that the server mixed for this client, or its own."""

@@ -62,6 +62,7 @@ class FedProc(LocalObjective):
     schedule_rounds: int = option(
         at_least(0),
         "T, the round from which the loss is cross entropy alone; 0: the run's number of rounds",
+        default=0,
         source="authors' code: 100",
     )
 

@@ -27,15 +27,17 @@ class FedProx(LocalObjective):
     regularises: ClassVar[str] = "all weights, towards the global model's"
     paper: ClassVar[str] = "Li et al. 2020"
 
-    mu: float = option(at_least(0), "weight of the proximal term", source="eq. (2)")
+    mu: float = option(at_least(0), "weight of the proximal term", default=0.01, source="eq. (2)")
     half: bool = option(
         true_or_false(),
         "mu/2 as in eq. (2); false: mu",
+        default=True,
         source="false: the code of FedRCL's tables",
     )
     squared: bool = option(
         true_or_false(),
         "the squared norm of all weights as in eq. (2); false: the sum of each array's norm",
+        default=True,
         source="false: FedIntR's code",
     )
 

@@ -94,20 +94,29 @@ class FedRCL(LevelContrast):
     regularises: ClassVar[str] = "all stages, samples of a batch against each other"
     paper: ClassVar[str] = "Seo et al. 2024 (FedRCL)"
 
-    tau: float = option(more_than(0), "temperature", source="eq. (5); the paper: 0.05")
+    tau: float = option(
+        more_than(0), "temperature", default=0.05, source="eq. (5); the paper: 0.05"
+    )
     threshold: float = option(
         between(-1, 1),
         "lambda: positive pairs that are more similar than this are pushed apart",
+        default=0.7,
         source="eq. (5); the paper: 0.7",
     )
     beta: float = option(
-        at_least(0), "weight of the divergence penalty; 0: FedSCL", source="eq. (5); the paper: 1"
+        at_least(0),
+        "weight of the divergence penalty; 0: FedSCL",
+        default=1.0,
+        source="eq. (5); the paper: 1",
     )
     mining: str = option(
-        one_of("all", "hard"), "all pairs, eq. (5), or hard pairs", source="hard: authors' code"
+        one_of("all", "hard"),
+        "all pairs, eq. (5), or hard pairs",
+        default="all",
+        source="hard: authors' code",
     )
 
-    levels: str = option(one_of("all", "last"), "stages compared", source="Table 4")
+    levels: str = option(one_of("all", "last"), "stages compared", default="all", source="Table 4")
 
     def layers(self, model: StagedModel) -> list[str]:
         """All stages or the last, before their final ReLU."""

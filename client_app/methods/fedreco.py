@@ -79,19 +79,35 @@ class FedReCo(Method):
     extra_forwards: ClassVar[str] = "1"
 
     split: str = option(
-        any_text(), 'last stage of the shared extractor; "": all but the classifier'
+        any_text(), 'last stage of the shared extractor; "": all but the classifier', default=""
     )
     lambda_: float = option(
-        at_least(0), "weight of the consensus at the representation", source="eq. (5)", key="lambda"
+        at_least(0),
+        "weight of the consensus at the representation",
+        default=0.1,
+        source="eq. (5)",
+        key="lambda",
     )
-    eta_u: float = option(at_least(0), "learning rate of the extractor u_i", source="eq. (7)")
-    eta_v: float = option(at_least(0), "learning rate of the head v_i", source="eq. (6)")
-    eta_0: float = option(at_least(0), "the server's learning rate of u_0", source="eq. (8)")
+    eta_u: float = option(
+        at_least(0), "learning rate of the extractor u_i", default=0.01, source="eq. (7)"
+    )
+    eta_v: float = option(
+        at_least(0), "learning rate of the head v_i", default=0.01, source="eq. (6)"
+    )
+    eta_0: float = option(
+        at_least(0), "the server's learning rate of u_0", default=0.01, source="eq. (8)"
+    )
     k_u: str = option(
-        duration(), "steps on u_i in each round", source="Algorithm 1; the paper: 1 epoch"
+        duration(),
+        "steps on u_i in each round",
+        default="1 epoch",
+        source="Algorithm 1; the paper: 1 epoch",
     )
     k_v: str = option(
-        duration(), "steps on v_i in each round", source="Algorithm 1; the paper: 1 epoch"
+        duration(),
+        "steps on v_i in each round",
+        default="1 epoch",
+        source="Algorithm 1; the paper: 1 epoch",
     )
 
     def split_stage(self, model: StagedModel) -> str:

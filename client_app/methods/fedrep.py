@@ -34,9 +34,10 @@ class FedRep(TunedHead):
     head_epochs: int = option(
         at_least(0),
         "epochs on the head in each round",
+        default=1,
         source="10 in FedRep's tables, 1 in FedReCo's",
     )
-    extractor_epochs: int = option(at_least(0), "epochs on the extractor in each round")
+    extractor_epochs: int = option(at_least(0), "epochs on the extractor in each round", default=1)
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """The received extractor and its own head, tuned after the last round if so configured."""

@@ -22,9 +22,12 @@ class FedSCL(LevelContrast):
     regularises: ClassVar[str] = "all stages, samples of a batch against each other"
     paper: ClassVar[str] = "Seo et al. 2024 (ablation)"
 
-    tau: float = option(more_than(0), "temperature", source="as FedRCL: 0.05")
+    tau: float = option(more_than(0), "temperature", default=0.05, source="as FedRCL: 0.05")
     mining: str = option(
-        one_of("all", "hard"), "all pairs, eq. (2), or hard pairs", source="hard: authors' code"
+        one_of("all", "hard"),
+        "all pairs, eq. (2), or hard pairs",
+        default="all",
+        source="hard: authors' code",
     )
 
     def level_loss(self, phi: Tensor, y: Tensor) -> Tensor:

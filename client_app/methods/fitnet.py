@@ -45,6 +45,7 @@ class FitNet(LocalObjective):
     lambda_: float = option(
         at_least(0),
         "weight of the distillation term",
+        default=0.001,
         source="FedRCL, supplement E: 0.001",
         key="lambda",
     )

@@ -60,18 +60,23 @@ class MOON(PreviousModelObjective):
     extra_forwards: ClassVar[str] = "2"
 
     mu: float = option(
-        at_least(0), "weight of the contrastive term", source="eq. (4); tuned for each data set"
+        at_least(0),
+        "weight of the contrastive term",
+        default=1.0,
+        source="eq. (4); tuned for each data set",
     )
-    tau: float = option(more_than(0), "temperature", source="eq. (3); the paper: 0.5")
+    tau: float = option(more_than(0), "temperature", default=0.5, source="eq. (3); the paper: 0.5")
     projection: str = option(
         one_of("none", "mlp", "mlp-side"),
         "compare the classifier's input, the output of a projection before the classifier, or that "
         "of a side branch on the last stage",
+        default="none",
         source="mlp: MOON's paper and code; mlp-side: FedIntR's code",
     )
     reduction: str = option(
         one_of("sample", "batch"),
         "eq. (3) of each sample, or of the batch's mean cosines",
+        default="sample",
         source="batch: FedIntR's code",
     )
 

@@ -94,15 +94,19 @@ class Scaffold(LocalObjective):
     regularises: ClassVar[str] = "every gradient, by control variates"
     paper: ClassVar[str] = "Karimireddy et al. 2020"
 
-    lr_global: float = option(more_than(0), "server learning rate eta_g", source="Algorithm 1")
+    lr_global: float = option(
+        more_than(0), "server learning rate eta_g", default=1.0, source="Algorithm 1"
+    )
     momentum_form: str = option(
         one_of("corrected", "niid-bench"),
         "how control variates combine with momentum",
+        default="corrected",
         source="niid-bench: the benchmark of MOON's authors",
     )
     control_weighting: str = option(
         one_of("auto", "examples", "uniform"),
         "weights p_i of c = sum p_i c_i over all clients; auto: as `weighting`",
+        default="auto",
         source="uniform: Algorithm 1, and public code that weighs the models by examples",
     )
 

@@ -31,7 +31,7 @@ from keel.experiments.runs import (
 from keel.experiments.scale import SCALES, Keys, scaled_round
 from protocol.config import RunConfig, resolve_config
 from protocol.files import digest
-from protocol.models import MODELS
+from protocol.models import model_spec
 from protocol.options import MAX_INTEGER, OptionValue, did_you_mean
 from protocol.text import num_of
 
@@ -66,7 +66,7 @@ def last_round_read(cell: Cell, run: Run) -> int:
 
 def images_of(config: RunConfig) -> str:
     """The source, with the shape that its images are converted to if the source's own is not."""
-    model = MODELS[config.model.model]
+    model = model_spec(config.model.model)
     size = config.data.image_size or model.image_size
     return f"{config.data.source} {size} {config.data.channels or model.channels}"
 
@@ -103,7 +103,10 @@ def with_own_lengths(flat: Keys) -> dict[str, OptionValue]:
 
     That is the model's own width, and for FedProc's schedule the number of rounds.
     """
-    own = {"width": MODELS[str(flat["model"])].width, "fedproc.schedule-rounds": flat["num-rounds"]}
+    own = {
+        "width": model_spec(str(flat["model"])).width,
+        "fedproc.schedule-rounds": flat["num-rounds"],
+    }
     return {key: value or own.get(key, value) for key, value in flat.items()}
 
 

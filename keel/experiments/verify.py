@@ -16,6 +16,7 @@ from keel.experiments.measure import CURVES
 from keel.experiments.runs import machines_of
 from protocol.config import default_config
 from protocol.files import digest
+from protocol.own_code import FOLDER
 from protocol.text import num_of, printable
 from server_app.inline import run_inline
 from server_app.manifest import check_audit, newest_states, signed_files, versions
@@ -97,7 +98,8 @@ def checks(run: RunReader, rounds: int) -> Iterator[Check]:
     manifest, config = run.manifest, run.run_config
     device, absent = device_or_cpu(config.train.device)
     used = [*machines_of(run.directory), machine(device)]
-    differing = differing_versions(manifest["versions"], versions(device), any_gpu(used))
+    here = versions(device, config.own)
+    differing = differing_versions(manifest["versions"], here, any_gpu(used))
     keel = ", then ".join(manifest.get("keel", ["not recorded"]))
     found = "; ".join(differing) or "the same here"
     yield Check(True, f"versions: {found} (the run's Keel: {keel})")
@@ -139,7 +141,8 @@ def differing_versions(
 def file_checks(run: RunReader) -> Iterator[Check]:
     """The files have the digests that the run recorded."""
     manifest = run.manifest
-    for name in signed_files:
+    of_own_code = [name for name in manifest["files"] if name.startswith(f"{FOLDER}/")]
+    for name in (*signed_files, *of_own_code):
         actual, expected = digest_in(run, name), manifest["files"].get(name)
         passed = actual == expected
         yield Check(passed, f"{name}: {actual}" + ("" if passed else f", expected {expected}"))
@@ -202,10 +205,10 @@ def replay_checks(run: RunReader, rounds: int, is_same_setup: bool, device: str)
     keys = {key: value for key, value in run.config.items() if value != default.get(key)}
     replay = Replay(min(rounds, run.last_round))
     with tempfile.TemporaryDirectory() as scratch:
-        own = {"output-dir": scratch, "run-name": "", "device": device, "tracker": "none"}
-        own |= {"num-clients": manifest["clients"]}
+        keys |= {"output-dir": scratch, "run-name": "", "device": device, "tracker": "none"}
+        keys |= {"num-clients": manifest["clients"]}
         with suppress(Replayed):
-            run_inline({**keys, **own}, manifest["clients"], observers=[replay])
+            run_inline(keys, manifest["clients"], observers=[replay], own=run.own)
     for key in ("data", "split"):
         then, now = manifest[key], replay.manifest[key]
         yield Check(now == then, f"{key}: {now}" + ("" if now == then else f", expected {then}"))

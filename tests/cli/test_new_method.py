@@ -92,7 +92,11 @@ def test_the_table_follows_the_last_one():
     ("folder", "use"),
     [
         ("client_app/methods", "from client_app.methods import method_class as use"),
-        ("strategies", "import client_app.methods; from strategies import server_half as use"),
+        (
+            "strategies",
+            "from client_app.methods import method_class; from strategies import server_half; "
+            "use = lambda name: server_half(method_class(name))",
+        ),
     ],
 )
 def test_a_method_whose_file_is_broken_stops_no_other(checkout, folder, use):

@@ -54,7 +54,7 @@ def test_a_flag_may_follow_an_option():
 def test_the_server_half_is_its_own_file_or_the_average(name):
     own = Path(strategies.__file__).parent / f"{name.replace('-', '_')}.py"
     assert own.is_file() == METHODS[name].has_own_server_half
-    assert (server_half(name) is Average) != own.is_file()
+    assert (server_half(METHODS[name]) is Average) != own.is_file()
 
 
 LIMITS = [

@@ -63,7 +63,7 @@ def test_an_error_of_a_file_is_one_line_with_its_place(folder, line):
 def test_a_server_half_that_is_missing_is_refused(monkeypatch):
     monkeypatch.setattr(classes["moon"], "has_own_server_half", True)
     with pytest.raises(ValueError) as error:
-        server_half("moon")
+        server_half(classes["moon"])
     assert "strategies.moon" in str(error.value)
 
 

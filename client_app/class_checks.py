@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import Field, fields
+from dataclasses import MISSING, Field, fields
 from typing import Any, get_type_hints
 
 from client_app.method import Method
@@ -35,6 +35,8 @@ def declaration_problems(cls: type[Method]) -> Iterator[str]:
                 f"{name}.{field.name} is not an option: expected NAME: TYPE = option(...), of "
                 "type bool, int, float or str"
             )
+        elif field.default is MISSING:
+            yield f"{name}.{field.name} has no default: expected option(..., default=...)"
     own = {each for each in vars(cls) if not each.startswith("_")}
     inherited = {each for base in cls.__mro__[1:] for each in vars(base)}
     functions = {each for each, value in vars(cls).items() if callable(value)}
