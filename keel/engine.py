@@ -17,6 +17,7 @@ from keel.runs import SavedRun, find_run
 from protocol.code import line_in_method
 from protocol.config import RunConfig
 from protocol.options import CommandOptionError, ConfigError, OptionValue
+from protocol.own_code import Own
 from protocol.processes import check_not_forked
 from protocol.ray_nodes import WorkerOptions
 from server_app.run_reader import check_has_rounds_left
@@ -34,14 +35,16 @@ def run(
     options: EngineOptions,
     quiet: bool = False,
     hidden: Container[str] = (),
+    own: Mapping[str, Own] | None = None,
 ) -> SavedRun | None:
     """Execute a run and show its progress; returns its directory once it has finished.
 
-    hidden: labels of rows of the plan that are not shown. None: on a deployment, where the
-    directory is on the server. Raises what `prepare` and `execute` raise.
+    hidden: labels of rows of the plan that are not shown. own: what specs in the config name, where
+    Python has handed over an object. None: on a deployment, where the directory is on the server.
+    Raises what `prepare` and `execute` raise.
     """
     try:
-        job = prepare(overrides, options)
+        job = prepare(overrides, options, own)
 
         from keel.plan import plan_rows  # after what may be refused: it imports more
         from keel.progress import Terminal
@@ -59,15 +62,19 @@ def run(
     return execute(job, terminal)
 
 
-def prepare(overrides: Mapping[str, OptionValue], options: EngineOptions) -> Job:
-    """Check all that can be known before a run starts.
+def prepare(
+    overrides: Mapping[str, OptionValue],
+    options: EngineOptions,
+    own: Mapping[str, Own] | None = None,
+) -> Job:
+    """Check all that can be known before a run starts. own: as in `run`.
 
     ConfigError names a config key, CommandOptionError an option; other ValueErrors have one line,
     such as for several mistakes.
     """
     name = str(overrides.get("resume", ""))
     resumed = find_run(name) if name and not options.is_remote else None
-    config = config_of(overrides, resumed)
+    config = config_of(overrides, resumed, own)
     if resumed:
         if resumed.has_sites:
             raise ValueError(
@@ -79,7 +86,7 @@ def prepare(overrides: Mapping[str, OptionValue], options: EngineOptions) -> Job
         num_clients = number_of_clients(config, options.clients, overrides, resumed)
         if not resumed:
             overrides = {**overrides, "num-clients": num_clients}
-            config = config_of(overrides, None)
+            config = config_of(overrides, None, config.own)
             check_simulated(config, num_clients)
             check_new_directory(config)
     if options.engine is Engine.flower:
@@ -97,11 +104,16 @@ def prepare(overrides: Mapping[str, OptionValue], options: EngineOptions) -> Job
     return Job(dict(overrides), config, options, resumed, ray, nodes)
 
 
-def config_of(overrides: Mapping[str, OptionValue], resumed: SavedRun | None) -> RunConfig:
+def config_of(
+    overrides: Mapping[str, OptionValue],
+    resumed: SavedRun | None,
+    own: Mapping[str, Own] | None = None,
+) -> RunConfig:
     """The config of a run, or of one to resume with these keys changed."""
     if resumed is None:
-        return checked_config(overrides)
-    return checked_config(resumed.overrides | {k: v for k, v in overrides.items() if k != "resume"})
+        return checked_config(overrides, own)
+    changed = {k: v for k, v in overrides.items() if k != "resume"}
+    return checked_config(resumed.overrides | changed, resumed.own)
 
 
 def number_of_clients(
@@ -172,7 +184,7 @@ def run_in_process(job: Job, terminal: "Terminal") -> None:
     check_not_forked()
     terminal.phase("reading data")
     with own_settings():
-        run_inline(job.overrides, job.num_clients, observers=[terminal])
+        run_inline(job.overrides, job.num_clients, observers=[terminal], own=job.config.own)
 
 
 def run_on_flower(job: Job, terminal: "Terminal") -> None:
@@ -186,7 +198,8 @@ def run_on_flower(job: Job, terminal: "Terminal") -> None:
     terminal.phase("reading data, starting Ray")
     workers = WorkerOptions(job.options.cpus, job.gpus, job.ray)
     with own_settings():
-        run_simulated(job.overrides, job.num_clients, workers, observers=[terminal])
+        observers = [terminal]
+        run_simulated(job.overrides, job.num_clients, workers, observers, job.config.own)
 
 
 def run_on_deployment(job: Job, terminal: "Terminal") -> None:

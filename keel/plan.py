@@ -44,7 +44,7 @@ def plan_rows(job: Job) -> list[tuple[str, str]]:
 def method_text(config: RunConfig) -> str:
     """The method with its options, and the server optimizer with its own."""
     rounds = config.rounds
-    text = rounds.method + options_text(config, rounds.method)
+    text = rounds.method + options_text(config, config.method_table)
     if rounds.server_optimizer != "fedavg":
         optimizer = rounds.server_optimizer
         text += f"; server optimizer {optimizer}{options_text(config, optimizer)}"

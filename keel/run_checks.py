@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from keel.interrupts import uninterrupted
 from protocol.config import RunConfig, resolve_config
 from protocol.config_keys import DataConfig
-from protocol.models import MODELS
+from protocol.models import model_spec
 from protocol.options import ConfigError, OptionValue
+from protocol.own_code import Own
 from protocol.source_spec import parse_source
 from server_app.run_reader import new_path
 
@@ -19,17 +20,19 @@ MAX_MISTAKES = 5
 DECIDING_KEYS = {"preset", "method", "server-optimizer", "model"}  # which decide on the others
 
 
-def checked_config(overrides: Mapping[str, OptionValue]) -> RunConfig:
+def checked_config(
+    overrides: Mapping[str, OptionValue], own: Mapping[str, Own] | None = None
+) -> RunConfig:
     """The config of these overrides; ValueError, one line, naming several mistakes at once.
 
-    The key that an error names is set aside and the rest is checked again. The method's own options
+    own: as `resolve_config`. The key that an error names is set aside and the rest is checked again. The method's own options
     and what the run asks of it are checked last, because this imports torch.
     """
     mistakes: list[ConfigError] = []
     rest = dict(overrides)
     while True:
         try:
-            config = resolve_config(rest)
+            config = resolve_config(rest, own)
             if not mistakes:
                 with uninterrupted():
                     from client_app.methods import method_of
@@ -79,14 +82,16 @@ def check_simulated(config: RunConfig, num_clients: int) -> None:
 
 
 def data_size(config: RunConfig) -> "PublishedSizes | None":
-    """The size of the run's data as the model sees it; None for the user's own files."""
+    """The size of the run's data as the model sees it; None for the user's own."""
     from data.sources import published_size  # imports NumPy
 
     name, data = config.data.source, config.data
+    if name in config.own:
+        return None
     _, path = parse_source(name)
     if path and not path.exists():
         raise ConfigError("source", f"source = {name!r}: {path} does not exist")
-    preferred = MODELS[config.model.model]
+    preferred = model_spec(config.model.model)
     return published_size(
         name, data.image_size or preferred.image_size, data.channels or preferred.channels
     )

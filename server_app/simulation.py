@@ -12,7 +12,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +162,11 @@ def ray_within(address: str, max_cpus: float, own: Iterable[Own] = ()) -> Iterat
     options: dict[str, Any] = {"address": address}
     environment: dict[str, Any] = {"env_vars": worker_variables()}
     if taken := shipped(own):
-        environment["worker_process_setup_hook"] = partial(hold, taken)
+
+        def take_own_code() -> None:
+            hold(taken)
+
+        environment["worker_process_setup_hook"] = take_own_code  # of every process of Ray's
     if not address:
         skip_unused_processes(forwards_output=False)
         options = {"address": "local", "num_cpus": int(min(num_cores(), max(1.0, max_cpus)))}

@@ -3,8 +3,10 @@
 import tomllib
 from collections.abc import Sequence
 
-from protocol.config import default_config, refuse_unknown
+from keel.interrupts import uninterrupted
+from protocol.config import default_config, own_options, refuse_unknown
 from protocol.options import OptionValue, type_names
+from protocol.own_code import find, table_of
 
 
 def parse_overrides(assignments: Sequence[str]) -> dict[str, OptionValue]:
@@ -13,10 +15,13 @@ def parse_overrides(assignments: Sequence[str]) -> dict[str, OptionValue]:
     ValueError, one line, with every argument that is not KEY=VALUE, names no key, or has a wrong
     type.
     """
-    defaults = default_config()
     overrides: dict[str, OptionValue] = {}
     mistakes = []
     method = next((a.partition("=")[2] for a in assignments if a.startswith("method=")), "")
+    defaults, table = default_config(), table_of(method)
+    if table and any(a.startswith(f"{table}.") for a in assignments):
+        with uninterrupted():  # imports torch
+            defaults |= own_options(find(method, "method"))
     if any(assignment.startswith("=") for assignment in assignments):
         raise ValueError("write KEY=VALUE without spaces around =")
     for assignment in assignments:
