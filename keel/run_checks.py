@@ -25,8 +25,8 @@ def checked_config(
 ) -> RunConfig:
     """The config of these overrides; ValueError, one line, naming several mistakes at once.
 
-    own: as `resolve_config`. The key that an error names is set aside and the rest is checked again. The method's own options
-    and what the run asks of it are checked last, because this imports torch.
+    own: as `resolve_config`. The key that an error names is set aside, and the rest is checked
+    again. The method's options and what the run asks of it are checked last: this imports torch.
     """
     mistakes: list[ConfigError] = []
     rest = dict(overrides)
