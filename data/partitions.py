@@ -20,6 +20,7 @@ from protocol.text import num_of
 MAX_DRAWS = 10_000
 # Limit on the random numbers drawn, about 20 s: 500 draws for 200 classes and 2,000 clients.
 MAX_NUMBERS = 200_000_000
+SMALLEST_WEIGHT = 1e-300  # of a sample; Dirichlet proportions may be 0, or too small to divide by
 
 
 class Parts:
@@ -102,18 +103,21 @@ def dirichlet_balanced_partition(
 ) -> Parts:
     """Sizes differ by at most 1; each client's class proportions are ~ Dir(alpha).
 
-    A client draws samples without replacement, each from a class drawn from its proportions.
-    Exhausted classes are dropped and the proportions renormalised; a client with no class left
-    draws in proportion to the samples that remain. order: "interleaved": clients take turns in
-    random order, so that most find their classes already thinned out; "sequential": client after
-    client, as in FedRCL's released splits, so that most get the classes that they drew.
+    order: "interleaved": clients take turns in random order, each to draw a class from its
+    proportions, and then a sample of it. Exhausted classes are dropped and the proportions
+    renormalised; a client with no class left draws in proportion to the samples that remain. Most
+    clients find their classes already thinned out. "sequential": client after client draws samples
+    without replacement, with its proportions as the samples' weights, as in FedRCL's released
+    splits: a class counts as much as its proportion times what remains of it.
     """
     check_num_clients(len(labels), num_clients)
     rng = _rng(seed)
     classes, left = np.unique(labels, return_counts=True)
     ratios = rng.dirichlet(np.full(len(classes), alpha), size=num_clients)  # [N, K]
-    turns = np.resize(np.arange(num_clients), len(labels))  # one turn per sample of a client
-    turns = np.sort(turns) if order == "sequential" else rng.permutation(turns)
+    if order == "sequential":
+        sizes = _split(len(labels), num_clients)
+        return _deal(labels, drawn_in_sequence(ratios, left, sizes, rng), rng)
+    turns = rng.permutation(np.resize(np.arange(num_clients), len(labels)))  # one for each sample
     counts = np.zeros((num_clients, len(classes)), dtype=np.int64)
     cumulative = _cumulative_ratios(ratios, left)
     for client, draw in zip(turns.tolist(), rng.random(len(turns)).tolist(), strict=True):
@@ -132,6 +136,28 @@ def _cumulative_ratios(ratios: np.ndarray, left: np.ndarray) -> list[list[float]
     cumulative = np.cumsum(open_ratios, axis=1)
     as_lists: list[list[float]] = (cumulative / cumulative[:, -1:]).tolist()
     return as_lists
+
+
+def drawn_in_sequence(
+    weights: np.ndarray, left: np.ndarray, sizes: np.ndarray, rng: np.random.Generator
+) -> np.ndarray:
+    """Sample counts [N, K]: client after client draws its number of samples without replacement.
+
+    weights [N, K]: of each sample of a class, for each client. left [K]: the samples of each class.
+    To draw by weight is to take the first of exponential clocks that run at these rates: while n
+    samples of a class remain, its next one rings after a time of rate n times the weight.
+    """
+    counts = np.zeros(weights.shape, dtype=np.int64)
+    for client, size in enumerate(sizes):
+        remaining = left[:, None] - np.arange(min(size, left.max()))  # [K, draws from the class]
+        # without a weight a class would never ring, though it may be all that is left
+        rates = np.maximum(weights[client], SMALLEST_WEIGHT)[:, None] * remaining
+        waits = rng.standard_exponential(remaining.shape)
+        waits = np.divide(waits, rates, out=np.full_like(waits, np.inf), where=remaining > 0)
+        first = np.argpartition(waits.cumsum(axis=1), size - 1, axis=None)[:size]
+        counts[client] = np.bincount(first // remaining.shape[1], minlength=len(left))
+        left = left - counts[client]
+    return counts
 
 
 def classes_partition(

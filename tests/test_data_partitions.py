@@ -1,4 +1,5 @@
 import re
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from data.partitions import (
     classes_partition,
     dirichlet_balanced_partition,
     dirichlet_partition,
+    drawn_in_sequence,
     iid_partition,
     partition_indices,
     shards_partition,
@@ -141,31 +143,48 @@ def test_dirichlet_balanced_ratios_have_the_second_moment_of_the_distribution():
     assert (shares**2).sum(axis=1).mean() == pytest.approx(expected, rel=0.04)
 
 
-def reference_sequential_counts(labels, num_clients, ratios, draws):
-    """Client after client, sample after sample, in plain loops."""
-    left = np.unique(labels, return_counts=True)[1].astype(float)
-    counts = np.zeros((num_clients, len(left)), dtype=int)
-    draws = iter(draws)
-    for client in range(num_clients):
-        for _ in range(len(range(client, len(labels), num_clients))):
-            p = [r if n else 0.0 for r, n in zip(ratios[client], left, strict=True)]
-            p = p if sum(p) else left.tolist()
-            draw, drawn, total = next(draws), 0, p[0] / sum(p)
-            while draw >= total:
-                drawn += 1
-                total += p[drawn] / sum(p)
-            counts[client, drawn] += 1
-            left[drawn] -= 1
-    return counts
+def chances_of_draws(weights, left, size):
+    """The probability of each count of classes in `size` draws, sample after sample."""
+    if size == 0:
+        return {(0,) * len(left): 1.0}
+    chances = {}
+    total = sum(w * n for w, n in zip(weights, left, strict=True))
+    for k, (w, n) in enumerate(zip(weights, left, strict=True)):
+        fewer = [m - (i == k) for i, m in enumerate(left)]
+        for counts, chance in chances_of_draws(weights, fewer, size - 1).items() if n else ():
+            found = tuple(c + (i == k) for i, c in enumerate(counts))
+            chances[found] = chances.get(found, 0.0) + w * n / total * chance
+    return chances
 
 
-def test_sequential_order_is_client_after_client():
-    labels, num_clients = np.repeat(np.arange(5), [30, 7, 50, 20, 16]), 9
-    rng = np.random.Generator(np.random.PCG64(4))
-    ratios = rng.dirichlet(np.full(5, 0.1), size=num_clients)
-    expected = reference_sequential_counts(labels, num_clients, ratios, rng.random(len(labels)))
-    parts = dirichlet_balanced_partition(labels, num_clients, 0.1, 4, "sequential")
-    assert np.array_equal(label_counts(parts, labels), expected)
+def test_in_sequence_the_next_sample_is_of_a_class_by_its_weight_times_what_remains():
+    weights, left, num, rng = [0.2, 0.7, 0.1], [6, 2, 3], 5000, np.random.default_rng(1)
+    found = Counter(
+        tuple(drawn_in_sequence(np.array([weights]), np.array(left), [4], rng)[0].tolist())
+        for _ in range(num)
+    )
+    for counts, chance in chances_of_draws(weights, left, 4).items():
+        assert found[counts] / num == pytest.approx(chance, abs=4 * (chance / num) ** 0.5), counts
+
+
+def test_a_class_without_weight_is_drawn_once_nothing_else_is_left():
+    weights = np.array([[1.0, 0.0, 0.0]] * 2)
+    counts = drawn_in_sequence(weights, np.array([3, 4, 2]), [5, 4], np.random.default_rng(1))
+    assert counts[0, 0] == 3
+    assert (counts.sum(axis=0) == [3, 4, 2]).all()
+
+
+@pytest.mark.parametrize(
+    ("alpha", "released"), [(0.05, 1.62), (0.1, 2.05), (0.3, 3.36), (0.6, 4.65)]
+)
+def test_sequential_splits_are_as_skewed_as_those_released_by_fedrcls_group(alpha, released):
+    """Effective classes of a client, 1 / sum of squared shares: mean of 100 clients, CIFAR-10."""
+    labels, found = balanced_labels(10, 5000), []
+    for seed in range(12):
+        parts = dirichlet_balanced_partition(labels, 100, alpha, seed, "sequential")
+        shares = label_counts(parts, labels) / 500
+        found.append((1 / (shares**2).sum(axis=1)).mean())
+    assert released == pytest.approx(np.mean(found), abs=np.std(found, ddof=1))
 
 
 def test_dirichlet_is_the_loop_of_the_public_code_without_its_cap():
