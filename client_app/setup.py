@@ -45,6 +45,7 @@ def open_source(
         home / "cache",
         size,
         channels,
+        pool_test=data.pool_test and not spec,
     )
 
 
@@ -136,14 +137,17 @@ def build_network(
         )
     parts = method_of(config).model_parts()
     name = name or config.model.model
+    own = config.model if name == config.model.model else None  # other networks have their defaults
     model = build_model(
         name,
         num_classes=num_classes,
         channels=shape[0],
         image_size=shape[1],
         seed=seed_of(config.rounds.seed, "weights") if seed is None else seed,
-        norm=config.model.norm if name == config.model.model else "",
-        width=config.model.width if name == config.model.model else 0,
+        norm=own.norm if own else "",
+        width=own.width if own else 0,
+        layer_widths=own.layer_widths if own else "",
+        variant=own.variant if own else "",
         init=config.model.init,
         projection=parts.projection,
         projection_heads=parts.projection_heads,

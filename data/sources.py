@@ -67,23 +67,33 @@ class Source:
         return channels, height, width
 
 
-def published_size(spec: str, image_size: int = 0, channels: int = 0) -> PublishedSizes | None:
+def published_size(
+    spec: str, image_size: int = 0, channels: int = 0, pool_test: bool = False
+) -> PublishedSizes | None:
     """The sizes of what `load_source` returns for these arguments; None for a user's own files."""
     sizes = READERS[parse_source(spec)[0]].published
     if sizes is None:
         return None
+    if pool_test:
+        sizes = replace(sizes, num_train=sizes.num_train + sizes.num_test)
     own, height, width = sizes.image_shape
     width, height = decoded_size((width, height), image_size)
     return replace(sizes, image_shape=(channels or own, height, width))
 
 
 def load_source(
-    spec: str, data_dir: Path, cache_dir: Path, image_size: int = 0, channels: int = 0
+    spec: str,
+    data_dir: Path,
+    cache_dir: Path,
+    image_size: int = 0,
+    channels: int = 0,
+    pool_test: bool = False,
 ) -> Source:
     """The source `spec`, one of SOURCE_NAMES with PATH filled in, from the cache or its files.
 
     image_size: height and width in pixels; 0: the source's own, or 32 if that is below 28.
     channels: 1 or 3; 0: the source's own, which is 1 only if every image is grey.
+    pool_test: `train` has the test images too, after its own.
     Images of other shapes are resized (bilinear, antialiased; not cropped) and converted.
     ValueError or FileNotFoundError, one line, if `spec` or its files are invalid, or the images are
     larger than any network takes.
@@ -101,7 +111,8 @@ def load_source(
                 raise ImageFileError(f"source = {key['source']!r}: {wrong}", f"a source: {wrong}")
 
         build_once(entry, fill)
-    return _open_entry(entry)
+    source = _open_entry(entry)
+    return _pooled(source) if pool_test else source
 
 
 def _locate(
@@ -185,6 +196,15 @@ def _open_entry(entry: Path) -> Source:
             f"{entry} is damaged ({one_line(error)}): {advice}",
             f"an entry of the cache of decoded images is damaged: {advice}",
         ) from error
+
+
+def _pooled(source: Source) -> Source:
+    """All images in `train`, in memory; mean and deviation stay those of the training images."""
+    splits = (source.train, source.test)
+    images, labels = (
+        np.concatenate([getattr(split, part) for split in splits]) for part in ("images", "labels")
+    )
+    return replace(source, train=ImageSplit(images, labels))
 
 
 def _open_split(entry: Path, name: str) -> ImageSplit:

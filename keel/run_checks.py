@@ -93,7 +93,10 @@ def data_size(config: RunConfig) -> "PublishedSizes | None":
         raise ConfigError("source", f"source = {name!r}: {path} does not exist")
     preferred = model_spec(config.model.model)
     return published_size(
-        name, data.image_size or preferred.image_size, data.channels or preferred.channels
+        name,
+        data.image_size or preferred.image_size,
+        data.channels or preferred.channels,
+        data.pool_test,
     )
 
 

@@ -7,8 +7,9 @@ overwrite the pool's output, which no layer and no gradient needs.
 
 from torch import nn
 
-from models.layers import NORMS, MaxPool2x2, Norm, conv_norm, he_normal_
+from models.layers import NORMS, MaxPool2x2, Norm, conv_of, he_normal_
 from models.staged import Stage, Trunk
+from protocol.models import MODELS
 
 
 def cnn_fedintr(input_shape: tuple[int, int, int], norm: Norm) -> Trunk:
@@ -28,25 +29,32 @@ def cnn_fedcka(input_shape: tuple[int, int, int], norm: Norm) -> Trunk:
     )
 
 
-def cnn_fedreco(input_shape: tuple[int, int, int], norm: Norm) -> Trunk:
+def cnn_fedreco(
+    input_shape: tuple[int, int, int],
+    norm: Norm,
+    layer_widths: tuple[int, ...] = MODELS["cnn-fedreco"].layer_widths,
+) -> Trunk:
     """FedReCo, section 6.1: two convolutions, three fully connected layers, the last one the head.
 
-    The paper's text has no widths; these, LeNet-5's (LeCun et al. 1998), are this project's choice.
+    layer_widths: of all but the last. The paper's text has none. By default they are LeNet-5's
+    (LeCun et al. 1998); its code has (4, 12, 1024, 1024) for Fashion-MNIST and (64, 64, 1024, 1024)
+    for CIFAR-10 and CIFAR-100.
     """
-    return _plain_cnn(input_shape, kernel=5, conv_widths=(6, 16), fc_widths=(120, 84), norm=norm)
+    convs, fcs = layer_widths[:2], layer_widths[2:]
+    return _plain_cnn(input_shape, kernel=5, conv_widths=convs, fc_widths=fcs, norm=norm)
 
 
-def vgg9(input_shape: tuple[int, int, int], norm: Norm) -> Trunk:
+def vgg9(input_shape: tuple[int, int, int], norm: Norm, variant: str = "") -> Trunk:
     """VGG-9 (Simonyan and Zisserman 2015, in the widths FedMA uses), with norms as in ResNet.
 
-    fc1 grows with the image: 4 x 4 positions for 32 pixels, 8 x 8 for 64.
+    fc1 grows with the image: 4 x 4 positions for 32 pixels, 8 x 8 for 64. variant "fedrcl": the
+    convolutions have biases.
     """
+    conv = conv_of(norm, variant)
     in_width, side, _ = input_shape
     stages = {}
     for n, (width_a, width_b) in enumerate([(32, 64), (128, 128), (256, 256)], start=1):
-        body = nn.Sequential(
-            conv_norm(in_width, width_a, 3, norm), nn.ReLU(), conv_norm(width_a, width_b, 3, norm)
-        )
+        body = nn.Sequential(conv(in_width, width_a, 3), nn.ReLU(), conv(width_a, width_b, 3))
         stages[f"conv{n}"] = Stage(body, _pool_relu())
         in_width, side = width_b, side // 2
     stages["fc1"] = _fully_connected(in_width * side * side, 512)

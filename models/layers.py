@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Norm = Callable[[int], nn.Module]  # number of channels -> layer
+ConvNorm = Callable[..., nn.Sequential]  # `conv_norm` with its norm
 
 NORMS: dict[str, Norm] = {
     "": lambda width: nn.Identity(),
@@ -62,14 +63,32 @@ class FirstHalf(nn.Module):
 
 
 def conv_norm(
-    in_width: int, width: int, kernel: int, norm: Norm, stride: int = 1, groups: int = 1
+    in_width: int,
+    width: int,
+    kernel: int,
+    norm: Norm,
+    stride: int = 1,
+    groups: int = 1,
+    *,
+    bias: bool = False,
+    padding: int | None = None,
 ) -> nn.Sequential:
-    """A convolution that changes the image's size only by its stride, then its norm.
+    """A convolution, then its norm.
 
-    No bias, as the norm has a shift.
+    No bias unless asked for, as the norm has a shift. padding: None: only the stride changes the
+    image's size.
     """
-    conv = nn.Conv2d(in_width, width, kernel, stride, kernel // 2, groups=groups, bias=False)
+    pixels = kernel // 2 if padding is None else padding
+    conv = nn.Conv2d(in_width, width, kernel, stride, pixels, groups=groups, bias=bias)
     return nn.Sequential(conv, norm(width))
+
+
+def conv_of(norm: Norm, variant: str) -> ConvNorm:
+    """`conv_norm` with this norm and, as in the code of FedRCL's group, with biases for "fedrcl".
+
+    GroupNorm with two groups does not take them out again: it subtracts the mean of many channels.
+    """
+    return partial(conv_norm, norm=norm, bias=variant == "fedrcl")
 
 
 class GlobalAverage(nn.Module):
@@ -91,8 +110,10 @@ def fan_in_(model: nn.Module) -> None:
 
 
 def he_normal_(stages: Iterable[nn.Module]) -> None:
-    """Redraws every convolution's weight from N(0, 2 / fan_out) (He et al. 2015)."""
+    """Redraws every convolution's weight from N(0, 2 / fan_out) (He et al. 2015); biases are 0."""
     for stage in stages:
         for module in stage.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)

@@ -14,7 +14,7 @@ from models.resnet import resnet18, resnet20, resnet50
 from models.shufflenet import shufflenet
 from models.squeezenet import squeezenet
 from models.staged import Stage, StagedModel, Trunk
-from protocol.models import MODELS
+from protocol.models import MODELS, widths_in
 
 PROJECTION_TAILS: dict[str, Callable[[], nn.Module]] = {
     "mlp": nn.Identity,  # MOON
@@ -24,7 +24,8 @@ PROJECTION_WIDTH = 256  # of MOON's projection and FedIntR's projection heads
 one_build = threading.RLock()  # at a time: threads share torch's default generator
 
 
-# Each takes the input shape and, where the model offers a choice of them, the norm layer and width.
+# Each takes the input shape and, where the model offers a choice of them, the norm layer and width;
+# by name what the config keys layer-widths and variant change.
 BUILDERS: dict[str, Callable[..., Trunk]] = {
     "cnn-fedintr": cnn_fedintr,
     "cnn-fedcka": cnn_fedcka,
@@ -48,6 +49,8 @@ def build_model(
     seed: int | None = None,
     norm: str = "",
     width: int = 0,
+    layer_widths: str = "",
+    variant: str = "",
     init: str = "",
     projection: str = "none",
     projection_heads: int = 0,
@@ -60,25 +63,27 @@ def build_model(
     projection_heads: outputs of each projection head; 0: no heads. head_stages: the slice of the
     network's own stages that have one.
     norm: "group" (two groups) or "batch"; "" is the model's own choice.
-    width: channels of a ResNet's first stage; 0: its own.
+    width, layer_widths, variant: as the config keys.
     init: "fan-in" redraws all convolutions and linear layers, heads included, from N(0, 2/fan_in).
     projection: "mlp" adds a last stage "projection", two linear layers down to 256 features;
     "mlp-normalised" scales these to unit length; "gaussian" (FedCR) is one layer to 512, of which
     the classifier reads the first half. "none" adds one to resnet50 alone, "mlp".
     """
     spec = MODELS[name]
-    spec.check(name, norm, width)
+    spec.check(name, norm, width, layer_widths, variant)
 
     input_shape = (channels, image_size, image_size)
     options: list[object] = [NORMS[spec.norm_layer(norm)]] if spec.norms else []
     options += [width or spec.width] if spec.width else []
+    changes: dict[str, object] = {"layer_widths": widths_in(layer_widths)} if layer_widths else {}
+    changes |= {"variant": variant} if variant else {}
     if projection == "none":
         projection = spec.projection
     with one_build, nullcontext() if seed is None else torch.random.fork_rng(devices=[]):
         if seed is not None:
             # torch.manual_seed would reseed the GPUs too.
             torch.default_generator.manual_seed(seed)
-        trunk = BUILDERS[name](input_shape, *options)
+        trunk = BUILDERS[name](input_shape, *options, **changes)
         if projection == "gaussian":
             trunk = _gaussian(trunk)
         elif projection != "none":

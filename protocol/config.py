@@ -345,9 +345,17 @@ def validate(config: RunConfig) -> None:
         refuse_unknown("client-models", name, [*MODELS, *own])
     for name in names_in(rounds.diagnostics):
         refuse_unknown("diagnostics", name, ["all", *DIAGNOSTICS])
-    model_spec(model.model).check(model.model, model.norm, model.width)
+    model_spec(model.model).check(
+        model.model, model.norm, model.width, model.layer_widths, model.variant
+    )
     if config.data.source not in config.own:
         parse_source(config.data.source)
+    if config.data.pool_test and rounds.evaluate_global:
+        raise ConfigError(
+            "evaluate-global",
+            "evaluate-global = true: with pool-test = true clients train on the test images; it "
+            "has to be false",
+        )
     config.server_optimizer_options()
     if 0 < epsilon < SMALLEST_EPSILON:
         raise ConfigError(

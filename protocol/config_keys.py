@@ -58,6 +58,11 @@ class DataConfig:
         one_of("source", "half"),
         "mean and standard deviation of the pixels: source: the training images'; half: 0.5 each",
     )
+    pool_test: bool = option(
+        true_or_false(),
+        "split the test images over simulated clients too, as FedReCo's code: then no images are "
+        "left to evaluate a global model on, and evaluate-global has to be false",
+    )
     partition: str = option(
         or_own_code(one_of("iid", "dirichlet", "dirichlet-balanced", "classes", "shards")),
         "how the training set is split over the clients",
@@ -65,8 +70,8 @@ class DataConfig:
     alpha: float = option(more_than(0), "concentration of both Dirichlet partitions")
     balanced_order: str = option(
         one_of("interleaved", "sequential"),
-        "partition = dirichlet-balanced: clients draw in turn, or client after client as in "
-        "FedRCL's released splits, which is more skewed",
+        "partition = dirichlet-balanced: clients draw in turn, or client after client by what "
+        "remains, as in FedRCL's released splits, which is more skewed",
     )
     classes_per_client: int = option(at_least(1), "classes of each client, for partition = classes")
     shards_per_client: int = option(at_least(1), "shards of each client, for partition = shards")
@@ -95,6 +100,16 @@ class ModelConfig:
         one_of("", "group", "batch"), 'norm layer where the model offers a choice; "": its default'
     )
     width: int = option(at_least(0), "channels of a ResNet's first stage; 0: its own")
+    layer_widths: str = option(
+        matching(r"|\d{1,5}(,\d{1,5})*", "whole numbers with commas between them, or nothing"),
+        'cnn-fedreco: channels of its two convolutions and units of its two layers after them; "": '
+        "its own",
+    )
+    variant: str = option(
+        one_of("", "fedrcl"),
+        "fedrcl: vgg9, mobilenet-v2, shufflenet and squeezenet as in the code of FedRCL's group: "
+        "convolutions with biases, a 1x1 stem, a grouped first convolution",
+    )
     init: str = option(
         one_of("", "fan-in"),
         'initial weights; "": the model\'s own; fan-in: N(0, 2/fan_in) in all layers, as in the '

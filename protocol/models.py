@@ -6,6 +6,12 @@ from protocol.options import ConfigError
 
 IMAGE_SIZES = range(28, 64 + 1)  # pixels of a side that every model takes
 MAX_WIDTH = 1024  # channels of a first stage; the last has 8 times as many, or more
+MAX_LAYER_WIDTH = 8192
+
+
+def widths_in(text: str) -> tuple[int, ...]:
+    """The numbers in a `layer-widths`."""
+    return tuple(int(part) for part in text.split(",") if part)
 
 
 @dataclass(frozen=True)
@@ -13,13 +19,16 @@ class ModelSpec:
     """norms: the norm layers to choose from, the default first ("": none); () for no choice.
 
     projection: what is added before the classifier where the method adds none.
-    width: channels of the first stage where `width` may change them, else 0. image_size, channels:
-    of the images that the model's paper uses; 0: as the data source has them.
+    width: channels of the first stage where `width` may change them, else 0. layer_widths: of its
+    layers before the classifier where `layer-widths` may change them. variants: beside its own.
+    image_size, channels: of the images that the model's paper uses; 0: as the data source has them.
     """
 
     norms: tuple[str, ...] = ()
     projection: str = "none"
     width: int = 0
+    layer_widths: tuple[int, ...] = ()
+    variants: tuple[str, ...] = ()
     image_size: int = 0
     channels: int = 0
 
@@ -36,8 +45,10 @@ class ModelSpec:
             "protocol/models.py"
         )
 
-    def check(self, name: str, norm: str, width: int) -> None:
-        """ValueError, one line, for a `norm` or `width` that the model `name` does not have."""
+    def check(
+        self, name: str, norm: str, width: int, layer_widths: str = "", variant: str = ""
+    ) -> None:
+        """ValueError, one line, for an option that the model `name` does not have."""
         if norm and norm not in self.norms:
             allowed = " or ".join(n for n in self.norms if n)
             allowed = f"expected {allowed}" if allowed else "it has no norm layer"
@@ -53,6 +64,32 @@ class ModelSpec:
                 f"width = {width}: expected a multiple of 4 up to {MAX_WIDTH}, or 0 for "
                 f"{name}'s {self.width}",
             )
+        if layer_widths:
+            self.check_layer_widths(name, layer_widths)
+        if variant and variant not in self.variants:
+            able = ", ".join(n for n, spec in MODELS.items() if variant in spec.variants)
+            raise ConfigError(
+                "variant", f"variant = {variant!r}: {name} has none: expected nothing (or {able})"
+            )
+
+    def check_layer_widths(self, name: str, text: str) -> None:
+        """ValueError, one line, unless these are as many widths as the model `name` has."""
+        if not self.layer_widths:
+            able = ", ".join(n for n, spec in MODELS.items() if spec.layer_widths)
+            raise ConfigError(
+                "layer-widths",
+                f"layer-widths = {text!r}: {name} has its own: expected nothing (or {able})",
+            )
+        widths = widths_in(text)
+        if len(widths) != len(self.layer_widths) or any(
+            n % 2 or not 2 <= n <= MAX_LAYER_WIDTH for n in widths
+        ):
+            own = ",".join(map(str, self.layer_widths))
+            raise ConfigError(
+                "layer-widths",
+                f"layer-widths = {text!r}: {name} has {len(self.layer_widths)}: expected as many "
+                f"even numbers from 2 to {MAX_LAYER_WIDTH}, such as its own {own}",
+            )
 
 
 def model_spec(name: str) -> ModelSpec:
@@ -63,12 +100,12 @@ def model_spec(name: str) -> ModelSpec:
 MODELS: dict[str, ModelSpec] = {
     "cnn-fedintr": ModelSpec(norms=("", "group"), image_size=32, channels=3),
     "cnn-fedcka": ModelSpec(norms=("", "group")),
-    "cnn-fedreco": ModelSpec(norms=("", "group")),
+    "cnn-fedreco": ModelSpec(norms=("", "group"), layer_widths=(6, 16, 120, 84)),
     "resnet20": ModelSpec(norms=("batch", "group"), width=16),
     "resnet18": ModelSpec(norms=("group", "batch"), width=64),
     "resnet50": ModelSpec(norms=("batch", "group"), projection="mlp", width=64),
-    "vgg9": ModelSpec(norms=("group", "batch")),
-    "mobilenet-v2": ModelSpec(norms=("group", "batch")),
-    "shufflenet": ModelSpec(norms=("group", "batch")),
-    "squeezenet": ModelSpec(norms=("group", "batch")),
+    "vgg9": ModelSpec(norms=("group", "batch"), variants=("fedrcl",)),
+    "mobilenet-v2": ModelSpec(norms=("group", "batch"), variants=("fedrcl",)),
+    "shufflenet": ModelSpec(norms=("group", "batch"), variants=("fedrcl",)),
+    "squeezenet": ModelSpec(norms=("group", "batch"), variants=("fedrcl",)),
 }

@@ -21,6 +21,7 @@ from protocol.catalogue import classes, method_names
 from protocol.config import RunConfig
 from protocol.files import digest, write_atomically
 from protocol.messages import RosterEntry, roster_entry
+from protocol.options import ConfigError
 from protocol.text import num_of, shortened
 from server_app.run_reader import DAMAGE
 from server_app.simulated_roster import MAX_LISTED, SimulatedRoster
@@ -151,7 +152,7 @@ def count_warnings(config: RunConfig, entries: Sequence[RosterEntry]) -> list[st
 
 
 def check_widths(config: RunConfig, widths: Counter[tuple[str, int]], source: Source) -> None:
-    """ValueError with all widths where a client's representation does not fit the run's model.
+    """ConfigError with all widths where a client's representation does not fit the run's model.
 
     widths: the number of clients with each (network, width).
     """
@@ -164,10 +165,12 @@ def check_widths(config: RunConfig, widths: Counter[tuple[str, int]], source: So
             f"{model} {width} ({num_of('client', count)})"
             for (model, width), count in sorted(widths.items())
         )
-        raise ValueError(
+        key = "layer-widths" if config.model.layer_widths else "client-models"
+        raise ConfigError(
+            key,
             f"representation widths differ: {found}; the run's model {run_model} has {own}: under "
-            f"{config.rounds.method} all must be equal: choose networks of one width, or another "
-            "split"
+            f"{config.rounds.method} all must be equal: choose networks of one width"
+            f"{', other layer-widths' if config.model.layer_widths else ''} or another split",
         )
 
 

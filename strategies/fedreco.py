@@ -3,10 +3,13 @@
 "Consensus Optimization at Representation", eq. (8):
     u_0 <- u_0 - eta_0 * (1/M) sum_i g_i,   g_i = grad_{u_0} H_i(u_i, u_0),
 the uniform mean over the M clients that replied. The server never sees a client's u_i or v_i.
+As the authors' code, `clip-g` scales the mean down to a largest norm, over all arrays together.
 Client half: client_app/methods/fedreco.py.
 """
 
 from typing import ClassVar
+
+from torch.nn.utils import get_total_norm
 
 from models import StagedModel
 from protocol.arrays import Arrays
@@ -42,4 +45,7 @@ class FedReCoServer(Average):
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
         """Eq. (8); u_0's buffers do not change."""
         g = self.average(replies)
+        if clip := self.options.clip_g:
+            norm = get_total_norm(list(g.values()))
+            g = {name: array * (clip / norm).clamp(max=1.0) for name, array in g.items()}
         return current | {name: current[name] - self.options.eta_0 * g[name] for name in g}

@@ -20,6 +20,9 @@ def published():
     return import_module("torchvision.models")
 
 
+VARIANTS = ["", "fedrcl"]  # "fedrcl": with biases, and what each test says
+
+
 def build(name: str, num_classes: int = 10, channels: int = 3, **options) -> StagedModel:
     return build_model(
         name, num_classes=num_classes, channels=channels, image_size=32, seed=0, **options
@@ -94,16 +97,40 @@ def test_a_plain_cnn_is_the_papers_network(name):
     check_same_logits(build(name), nn.Sequential(*PLAIN_CNNS[name]()))
 
 
+def test_cnn_fedreco_may_have_the_widths_of_its_code():
+    network = [*pooled(3, 4, 5), *pooled(4, 12, 5), *connected(300, 1024, 1024)]
+    model = build("cnn-fedreco", layer_widths="4,12,1024,1024")
+    check_same_logits(model, nn.Sequential(*network))
+    assert model.feature_width == 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("vgg9", 3_493_258),
+        ("mobilenet-v2", 2_254_090),
+        ("shufflenet", 925_618),
+        ("squeezenet", 734_986),
+    ],
+)
+def test_the_variants_of_fedrcls_code_have_its_number_of_parameters(name, number):
+    model = build(name, variant="fedrcl")
+    assert sum(parameter.numel() for parameter in model.parameters()) == number
+
+
 @pytest.mark.parametrize("norm", ["group", "batch"])
-def test_vgg9_is_the_usual_network_with_norms(norm):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_vgg9_is_the_usual_network_with_norms(norm, variant):
     layers: list[nn.Module] = []
     in_width = 3
     for width, pooled in [(32, 0), (64, 1), (128, 0), (128, 1), (256, 0), (256, 1)]:
-        layers += [nn.Conv2d(in_width, width, 3, padding=1, bias=False), NORMS[norm](width)]
+        conv = nn.Conv2d(in_width, width, 3, padding=1, bias=bool(variant))
+        layers += [conv, NORMS[norm](width)]
         layers += [nn.ReLU(), nn.MaxPool2d(2)] if pooled else [nn.ReLU()]
         in_width = width
     layers += [nn.Flatten(), nn.Linear(4096, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU()]
-    check_same_logits(build("vgg9", norm=norm), nn.Sequential(*layers, nn.Linear(512, 10)))
+    model = build("vgg9", norm=norm, variant=variant)
+    check_same_logits(model, nn.Sequential(*layers, nn.Linear(512, 10)))
 
 
 @torch.no_grad()
@@ -112,6 +139,19 @@ def check_same_logits(model: StagedModel, paper: nn.Module) -> None:
     copy_weights(model, paper)
     x = images(4)
     torch.testing.assert_close(model.eval()(x), paper.eval()(x), rtol=1e-5, atol=1e-5)
+
+
+def convolutions(state, variant):
+    """A function that applies the next convolution and GroupNorm of these tensors."""
+
+    def conv_gn(x: Tensor, groups: int = 1, stride: int = 1, padding: int | None = None) -> Tensor:
+        weight, bias = next(state), next(state) if variant else None
+        scale, shift = next(state), next(state)
+        padding = weight.shape[-1] // 2 if padding is None else padding
+        x = F.conv2d(x, weight, bias, stride=stride, padding=padding, groups=groups)
+        return F.group_norm(x, 2, scale, shift)
+
+    return conv_gn
 
 
 # ------------------------------------------------------------------ against torchvision
@@ -156,6 +196,32 @@ def test_mobilenet_v2_is_torchvisions_with_other_strides(norm, published):
     check_same_logits(build("mobilenet-v2", norm=norm), reference)
 
 
+@torch.no_grad()
+def test_mobilenet_v2_of_fedrcls_code_has_a_padded_1x1_stem_and_17_bottlenecks_of_three():
+    model = build("mobilenet-v2", variant="fedrcl").eval()
+    randomise(model)
+    state = iter(model.state_dict().values())
+    conv_gn = convolutions(state, "fedrcl")
+
+    h = F.relu6(conv_gn(images(), padding=1))
+    assert h.shape[2:] == (34, 34)
+    in_width = 32
+    for factor, width, depth, stride in [
+        *((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2)),
+        *((6, 96, 3, 1), (6, 160, 3, 1), (6, 320, 1, 1)),
+    ]:
+        for number in range(depth):
+            before, step = h, 1 if number else stride
+            h = F.relu6(conv_gn(h))
+            h = conv_gn(F.relu6(conv_gn(h, groups=factor * in_width, stride=step)))
+            h = before + h if in_width == width else h
+            in_width = width
+    h = F.relu6(conv_gn(h)).mean((2, 3))
+    logits = F.linear(h, next(state), next(state))
+    assert next(state, None) is None
+    torch.testing.assert_close(model(images()), logits, rtol=1e-4, atol=1e-4)
+
+
 # ------------------------------------------------------------------ blocks that torchvision lacks
 def test_option_a_takes_every_second_pixel_and_pads_both_ends_with_zeros():
     x = torch.randn(2, 4, 5, 7)
@@ -193,18 +259,16 @@ def test_resnet20_is_nine_blocks_of_two_convolutions():
 
 
 @torch.no_grad()
-def test_shufflenet_follows_figure_2():
-    """Zhang et al. 2018: 1x1 in groups, shuffle, 3x3 a channel, 1x1 in groups, then the sum."""
-    model = build("shufflenet").eval()
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_shufflenet_follows_figure_2(variant):
+    """Zhang et al. 2018: 1x1 in groups, shuffle, 3x3 a channel, 1x1 in groups, then the sum.
+
+    In FedRCL's code the first 1x1 convolution is in groups, too.
+    """
+    model = build("shufflenet", variant=variant).eval()
     randomise(model)
     state = iter(model.state_dict().values())
-
-    def conv_gn(x: Tensor, groups: int = 1, stride: int = 1) -> Tensor:
-        weight, scale, shift = (next(state) for _ in range(3))
-        padding = weight.shape[-1] // 2
-        return F.group_norm(
-            F.conv2d(x, weight, stride=stride, padding=padding, groups=groups), 2, scale, shift
-        )
+    conv_gn = convolutions(state, variant)
 
     def shuffled(x: Tensor) -> Tensor:  # channel i of group g becomes channel g of group i
         per_group = x.shape[1] // 3
@@ -215,7 +279,7 @@ def test_shufflenet_follows_figure_2():
     for stage, (width, depth) in enumerate([(240, 4), (480, 8), (960, 4)]):
         for unit in range(depth):
             halves = unit == 0
-            inner = F.relu(conv_gn(h, groups=1 if stage == 0 and halves else 3))
+            inner = F.relu(conv_gn(h, groups=1 if stage == 0 and halves and not variant else 3))
             inner = conv_gn(shuffled(inner), groups=width // 4, stride=2 if halves else 1)
             body = conv_gn(inner, groups=3)
             pooled = F.avg_pool2d(h, 3, stride=2, padding=1)
@@ -226,16 +290,16 @@ def test_shufflenet_follows_figure_2():
 
 
 @torch.no_grad()
-def test_squeezenet_follows_figure_2_with_simple_bypass():
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_squeezenet_follows_figure_2_with_simple_bypass(variant):
     """Iandola et al. 2016: conv10 before the average, bypass around fire 3, 5, 7 and 9."""
-    model = build("squeezenet").eval()
+    model = build("squeezenet", variant=variant).eval()
     randomise(model)
     state = iter(model.state_dict().values())
+    conv_gn = convolutions(state, variant)
 
     def conv_gn_relu(x: Tensor) -> Tensor:
-        weight, scale, shift = (next(state) for _ in range(3))
-        padding = weight.shape[-1] // 2
-        return F.relu(F.group_norm(F.conv2d(x, weight, padding=padding), 2, scale, shift))
+        return F.relu(conv_gn(x))
 
     def fire(x: Tensor) -> Tensor:
         squeezed = conv_gn_relu(x)

@@ -12,10 +12,11 @@ and gradient flows through alpha_k. `layer-weights = "average"` is
 eq. (6), Table V. At a client's first participation z_p = z_g, so l_k is the constant log 2 and the
 regulariser is left out. The projection heads then stay as received, without weight decay.
 
-The code differs from the paper in three ways, each available as an option. A client that is first
+The code differs from the paper in four ways, each available as an option. A client that is first
 sampled after round 1 has the run's initial model as its previous one (`first-use = "initial"`).
 Frozen models with BatchNorm stay in training mode (`frozen-statistics = "batch"`). All layers of
-its ResNet-20, heads included, are initialised by fan-in (`init = "fan-in"`).
+its ResNet-20, heads included, are initialised by fan-in (`init = "fan-in"`). The projection heads
+have weight decay at a first participation too (`decay-heads`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ from torch import Tensor
 from client_app.method import ModelParts
 from client_app.objective import Batch, PreviousModelObjective
 from models import StagedModel
-from protocol.options import at_least, between, more_than, one_of, option
+from protocol.options import at_least, between, more_than, one_of, option, true_or_false
 
 
 def cosines(z: Sequence[Tensor], z_other: Sequence[Tensor]) -> Tensor:
@@ -88,6 +89,13 @@ class FedIntR(PreviousModelObjective):
         source="Sec. IV; the paper: 256",
     )
 
+    decay_heads: bool = option(
+        true_or_false(),
+        "weight decay on the projection heads where the contrast is left out, too",
+        default=False,
+        source="authors' code: true",
+    )
+
     def model_parts(self) -> ModelParts:
         """A projection head q_k for every stage."""
         return ModelParts(projection_heads=self.projection_width)
@@ -99,6 +107,17 @@ class FedIntR(PreviousModelObjective):
     def represent(self, model: StagedModel, outputs: list[Tensor]) -> list[Tensor]:
         """z^k, [B, d] each, through the projection heads of `model` itself."""
         return model.project(self.layers(model), outputs)
+
+    def supervised(self, batch: Batch) -> Tensor:
+        """Cross entropy; with `decay_heads` the projection heads have a gradient, of zero.
+
+        Without one, weight decay and momentum pass them by.
+        """
+        loss = super().supervised(batch)
+        if self.decay_heads:
+            heads = batch.ctx.model.projection_heads.parameters()
+            loss = loss + 0.0 * sum(parameter.sum() for parameter in heads)
+        return loss
 
     def penalty(self, batch: Batch) -> Tensor:
         """mu sum_k alpha_k l_k, the second term of eq. (5)."""

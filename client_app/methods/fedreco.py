@@ -14,8 +14,14 @@ Only arrays shaped like u_0 are sent, so u_i may be any architecture with the sa
 width (`client-models`, or a node's own): docs/concepts/representation-regularisation.md lists the
 widths. The run's momentum, weight decay, gradient clipping and learning rate decays apply to the
 steps on u_i and v_i, with eta_u and eta_v in place of `lr`; without them the steps are exactly
-eqs. (6) and (7). eta_0 does not decay. The preset uses momentum 0.9. The paper's learning rates and
-batch size are in an appendix that is not public.
+eqs. (6) and (7). eta_0 does not decay.
+
+The authors' code (github.com/oyhah/FedReCo) is an early state, whose defaults are not the paper's
+settings; the presets `fedreco-*` have them. It differs from the paper in four ways, each available
+as an option. H_i is a sum over samples (`reduction = "sum"`). g_i is of all of a client's samples
+(`g-samples = "all"`). The mean of the g_i is clipped before eq. (8) (`clip-g`). In the last round
+the heads are trained for 9 epochs (`final-head-epochs`). All clients begin with u_i = u_0 and with
+equal heads, as here; the paper does not say how they begin.
 """
 
 from collections.abc import Mapping
@@ -33,26 +39,7 @@ from client_app.samples import Duration
 from client_app.trainer import copy_of, fit
 from models import Extractor, StagedModel
 from protocol.arrays import Arrays
-from protocol.options import any_text, at_least, duration, option, parse_duration
-
-
-def representation_distance(h: Tensor, h_0: Tensor) -> Tensor:
-    """H_i of one batch, eq. (5), a scalar: squared distance, sum over entries, mean over samples.
-
-    h and h_0 [B, ...]: representations of the same samples under u_i and u_0, equally wide.
-    """
-    return (h.flatten(1) - h_0.flatten(1)).square().sum(1).mean()
-
-
-def consensus_gradient(extract_0: Extractor, x: Tensor, h: Tensor) -> Arrays:
-    """g_i: the gradient of H_i with respect to u_0, by parameter name; h is u_i's, a constant.
-
-    Zeros for a parameter that u_0 does not use.
-    """
-    parameters = dict(extract_0.named_parameters())
-    distance = representation_distance(h, extract_0(x))
-    gradients = torch.autograd.grad(distance, list(parameters.values()), materialize_grads=True)
-    return dict(zip(parameters, gradients, strict=True))
+from protocol.options import any_text, at_least, duration, one_of, option, parse_duration
 
 
 @dataclass(frozen=True)
@@ -109,6 +96,34 @@ class FedReCo(Method):
         default="1 epoch",
         source="Algorithm 1; the paper: 1 epoch",
     )
+    reduction: str = option(
+        one_of("mean", "sum"),
+        "H_i over the samples: their mean or their sum",
+        default="mean",
+        source="code: sum",
+    )
+    g_samples: str = option(
+        one_of("batch", "all"),
+        "the samples of g_i: one batch, or all",
+        default="batch",
+        source="code: all",
+    )
+    clip_g: float = option(
+        at_least(0),
+        "the norm of the mean of the g_i is clipped to this before eq. (8); 0: no clipping",
+        default=0.0,
+        source="code: 10",
+    )
+    final_head_epochs: int = option(
+        at_least(0),
+        "> 0: epochs on v_i in the last round, in place of k-v",
+        default=0,
+        source="code: 9",
+    )
+
+    def depends_on_num_rounds(self) -> bool:
+        """The last round may train the heads longer."""
+        return self.final_head_epochs > 0
 
     def split_stage(self, model: StagedModel) -> str:
         """The last stage of the extractor: `split`, or all stages."""
@@ -129,6 +144,8 @@ class FedReCo(Method):
         u_0.load_state_dict(ctx.received)
         u_0.eval().requires_grad_(False)
         k_v, k_u = Duration(*parse_duration(self.k_v)), Duration(*parse_duration(self.k_u))
+        if self.final_head_epochs and ctx.round == ctx.config.rounds.num_rounds:
+            k_v = Duration(self.final_head_epochs)
         h_i, h_0 = cached(ctx, u_i, k_v), cached(ctx, u_0, k_u)
 
         def f_i(h: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -136,7 +153,7 @@ class FedReCo(Method):
 
         def f_i_and_distance(x: Tensor, y: Tensor, h_0: Tensor) -> dict[str, Tensor]:
             h = u_i(x)
-            return f_i(h, y) | {"penalty": self.lambda_ / 2 * representation_distance(h, h_0)}
+            return f_i(h, y) | {"penalty": self.lambda_ / 2 * self.distance(h, h_0)}
 
         u_i.eval()  # eq. (6)
         head = fit(ctx, v_i, lambda b: (h_i(b), b.y), f_i, self.eta_v, k_v, stream="head")
@@ -150,10 +167,33 @@ class FedReCo(Method):
             k_u,
             stream="extractor",
         )
-        x = next(ctx.steps("release", 1, "steps")).x
-        with torch.no_grad():
-            h = u_i.eval()(x)
-        g_i = consensus_gradient(u_0.requires_grad_(True), x, h)  # line 18
+        g_i = self.consensus_gradient(ctx, u_i.eval(), u_0.requires_grad_(True))  # line 18
         num_steps = head.num_steps + extractor.num_steps
         state = {"model": copy_of(model)}
         return Update(privatise(g_i, ctx), num_steps, extractor.terms, state=state)
+
+    def distance(self, h: Tensor, h_0: Tensor) -> Tensor:
+        """H_i of one batch, eq. (5), a scalar: squared distance, summed over entries.
+
+        h and h_0 [B, ...]: representations of the same samples under u_i and u_0, equally wide.
+        """
+        of_samples = (h.flatten(1) - h_0.flatten(1)).square().sum(1)  # [B]
+        return of_samples.mean() if self.reduction == "mean" else of_samples.sum()
+
+    def consensus_gradient(self, ctx: RoundContext, u_i: Extractor, u_0: Extractor) -> Arrays:
+        """g_i: the gradient of H_i with respect to u_0, by parameter name; u_i is a constant.
+
+        Of one batch, or of all samples, a batch at a time. Zeros for a parameter that u_0 does not
+        use.
+        """
+        parameters, g_i = dict(u_0.named_parameters()), list[Tensor]()
+        plan = ctx.plan("release", 1, "steps" if self.g_samples == "batch" else "epochs")
+        for number, index in enumerate(plan.index):
+            x = ctx.train_samples.step(plan, number).x
+            with torch.no_grad():
+                h = u_i(x)
+            share = len(index) / len(plan.host_forms) if self.reduction == "mean" else 1.0
+            h_i = share * self.distance(h, u_0(x))
+            part = torch.autograd.grad(h_i, list(parameters.values()), materialize_grads=True)
+            g_i = [total + more for total, more in zip(g_i, part, strict=True)] if g_i else [*part]
+        return dict(zip(parameters, g_i, strict=True))

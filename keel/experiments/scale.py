@@ -114,12 +114,14 @@ def scaled_round(at: int, paper_rounds: int, rounds: int) -> int:
     return max(1, round(at * rounds / paper_rounds))
 
 
-def published_size(source: str) -> int:
-    """Training samples of a published data set; 0 for others."""
+def published_size(source: str, pool_test: bool = False) -> int:
+    """Samples of a published data set that are split over the clients; 0 for others."""
     from data.readers import READERS  # numpy and PIL: not needed for `--help`
 
     reader = READERS.get(source)
-    return reader.published.num_train if reader and reader.published else 0
+    if not (reader and reader.published):
+        return 0
+    return reader.published.num_train + pool_test * reader.published.num_test
 
 
 def steps_per_round(config: RunConfig, source: str, key: str = "local-epochs") -> float:
@@ -129,7 +131,7 @@ def steps_per_round(config: RunConfig, source: str, key: str = "local-epochs") -
     that only ratios mean something. key: one of the method's `duration_keys`.
     """
     data, train = config.data, config.train
-    size = published_size(source) or 1
+    size = published_size(source, data.pool_test) or 1
     held = size * data.data_fraction * (1 - data.local_test_fraction) / config.rounds.num_clients
     steps: float = train.batches_per_epoch
     if not steps:

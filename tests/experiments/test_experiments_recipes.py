@@ -465,7 +465,7 @@ def test_a_recipe_is_read_as_utf_8_wherever_it_is(tmp_path, monkeypatch):
         (
             "method: fedprox",
             f"{RECO}, client-models: 'cnn-fedreco,resnet20'",
-            "lines 9 and 5",
+            "line 9",
             "representation widths differ",
         ),
         ("alpha: 5.0", "alpha: 5.0, at: 6", "line 6", "at = 6: expected at most 5, the last round"),

@@ -43,6 +43,23 @@ def test_projection_heads_stay_as_received_at_a_first_participation_alone(keys):
     assert set(differ(second, w)) == set(w)
 
 
+def test_fedintrs_projection_heads_decay_at_a_first_participation_if_asked():
+    """As in the authors' code: in each step m <- rho m + decay q, then q <- q - lr m."""
+    keys = {"momentum": 0.5, "weight_decay": 0.1, "lr": 0.05, "batch_size": 10, "local_epochs": 2}
+    config = make_config(method="fedintr", fedintr__decay_heads=True, **keys)
+    w = initial(config, seed=5)
+    arrays = train(config, received=w).arrays
+    heads = {name: q.double() for name, q in w.items() if name.startswith("projection_heads.")}
+    for name, q in heads.items():
+        m = torch.zeros_like(q)
+        for _ in range(6):  # 2 epochs of 30 samples
+            m = 0.5 * m + 0.1 * q
+            q = q - 0.05 * m
+        torch.testing.assert_close(arrays[name].double(), q, rtol=1e-5, atol=1e-8)
+    without = train(make_config(method="fedintr", **keys), received=w).arrays
+    assert set(differ(arrays, without)) == heads.keys()
+
+
 @pytest.mark.parametrize("method", ["moon", "fedintr", "fedcka"])
 def test_from_round_2_a_first_participation_may_be_against_the_initial_weights(method):
     config = make_config(method=method, **{f"{method}__first_use": "initial"})
