@@ -212,9 +212,7 @@ class Ledger:
 
     def refusal(self, message: str) -> PrivacyRefused:
         """The error for what is wrong with the ledger."""
-        nameless = message.replace(str(self.path), "this site's ledger")
-        nameless = nameless.replace(str(self.path.parent), "this site's folder of ledgers")
-        return PrivacyRefused(message, nameless)
+        return PrivacyRefused(message, message.replace(str(self.path), "this site's ledger"))
 
     def check(self, privacy: PrivacyConfig, limits: SiteLimits) -> None:
         """PrivacyRefused if one more release is beyond the budget; needs `locked`."""

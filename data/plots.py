@@ -32,11 +32,6 @@ def plot_label_distribution(
     label_counts[i][k]: client i's samples of class k. As in Fig. 3 of the FedIntR paper.
     """
     counts = np.asarray(label_counts)  # [N, K]
-    if counts.ndim != 2 or counts.shape[1] != len(class_names) or len(counts) == 0:
-        raise ValueError(
-            f"label_counts has shape {counts.shape}: expected a row per client with a "
-            f"number for each of the {len(class_names)} classes"
-        )
     num_clients, num_classes = counts.shape
     edges, what = np.arange(num_clients + 1), "client"
     if num_clients > MAX_COLUMNS:
