@@ -1,17 +1,15 @@
 """Progress of a run in a terminal: the plan, a line per round, the time left, the results.
 
-A terminal also shows a bar below the lines: how many clients have answered, and the time left. The
-plan moves with it until the run begins, so that a refusal stands alone. Other outputs get lines
-only.
+A terminal also shows a bar below the lines: how many clients have answered, and the time left.
 """
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -21,17 +19,6 @@ from server_app.history import CURVES, duration
 
 RECORD = "with cuda-graphs=true, small networks train several times as fast"
 SHORT = {"global": "accuracy", "local_global": "on clients", "personal": "personal"}
-
-
-class PlanAndBar(Progress):
-    """A progress bar below lines of markup, which disappear with it."""
-
-    plan: Sequence[str] = ()
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        """The lines, then the bar."""
-        yield from self.plan
-        yield from super().get_renderables()
 
 
 class Terminal(logging.Handler):
@@ -47,7 +34,7 @@ class Terminal(logging.Handler):
         self.created = self.begun = time.monotonic()
         self.summary: Mapping[str, Any] = {}
         self.resume_command = ""  # of a resumed run, or of one on a deployment
-        self.bar = PlanAndBar(
+        self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
@@ -78,26 +65,17 @@ class Terminal(logging.Handler):
         self.print(f"[yellow]{record.levelname.lower()}:[/] {escape(record.getMessage())}")
 
     def print(self, line: str, markup: bool = True) -> None:
-        """Print a line above the bar, after the plan."""
-        plan, self.bar.plan = self.bar.plan, ()
-        if plan:
-            self.bar.refresh()  # without it
-        for row in plan:
-            self.console.print(row)
+        """Print a line above the bar."""
         self.console.print(line, markup=markup)
 
     def plan(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Show the plan: (label, text)."""
-        lines = [row_of(label, text) for label, text in rows]
-        if self.console.is_terminal:
-            self.bar.plan = lines
-            return
-        for line in lines:
-            self.print(line)
+        """Print the plan: (label, text)."""
+        for label, text in rows:
+            self.row(label, text)
 
     def row(self, label: str, text: str) -> None:
-        """Print a row that belongs to the plan."""
-        self.print(row_of(label, text))
+        """Print a row of the plan."""
+        self.print(f"[bold]{label:<10}[/]  {escape(text)}")
 
     def phase(self, text: str) -> None:
         """Name what the bar is waiting for."""
@@ -172,11 +150,6 @@ class Terminal(logging.Handler):
         if command and self.last_round:
             done = f"[red]failed[/] after round {self.last_round}"
             self.print(f"{done}; to continue once its cause is removed: {escape(command)}")
-
-
-def row_of(label: str, text: str) -> str:
-    """A row of the plan as markup."""
-    return f"[bold]{label:<10}[/]  {escape(text)}"
 
 
 def round_line(line: Mapping[str, Any], num_rounds: int, left: str) -> str:

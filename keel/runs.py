@@ -181,14 +181,6 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def lock_holder(path: Path) -> int | None:
-    """The process that has the lock file open: as the file says, else as /proc does."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return next(iter(holders(path)), None)
-
-
 def holders(path: Path) -> list[int]:
     """Ids of the other processes that have this file open, as far as they can be inspected."""
     found = set()

@@ -19,7 +19,7 @@ from keel.progress import SHORT, round_line
 from keel.runs import COLOURS, FINISHED, RUNNING, SavedRun, find_run
 from keel.tables import terminal_console
 from protocol.text import printable
-from server_app.history import CURVES, Line, curve, duration, privacy_text
+from server_app.history import CURVES, curve, duration, privacy_text
 
 RECENT_ROUNDS = 10  # whose left out clients are named
 SHOWN_ROUNDS = 15  # rows of the live table
@@ -114,24 +114,20 @@ def head_lines(run: SavedRun) -> list[str]:
 
 def follow_run(directory: Path, console: Console) -> None:
     """Show the run until it ends: a live table on a terminal, else a line a round."""
-    run = SavedRun(directory)
-    with suppress(KeyboardInterrupt):
-        if console.is_terminal:
-            with Live(live_view(run), console=console, auto_refresh=False) as live:
-                while run.state == RUNNING:
-                    time.sleep(POLL_S)
-                    run = SavedRun(directory)
-                    live.update(live_view(run), refresh=True)
-            return
-        num_shown = 0
-        while True:
-            for line in run.history[num_shown:]:
-                console.print(round_line(line, run.config["num-rounds"], ""), soft_wrap=True)
-            num_shown = run.last_round
-            if run.state != RUNNING:
-                break
-            time.sleep(POLL_S)
+    num_shown, is_over = 0, False
+    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        while not is_over:
             run = SavedRun(directory)
+            is_over = run.state != RUNNING
+            if console.is_terminal:
+                live.update(live_view(run), refresh=True)
+            else:
+                for line in run.history[num_shown:]:
+                    console.print(round_line(line, run.config["num-rounds"], ""), soft_wrap=True)
+            num_shown = run.last_round
+            if not is_over:
+                time.sleep(POLL_S)
+    if not console.is_terminal:
         console.print(printable(run.state), markup=False)
 
 
@@ -143,8 +139,9 @@ def live_view(run: SavedRun) -> Group:
         if name != "worst_decile":
             columns[SHORT[key]] = [percent(line.get(key, {}).get(name)) for line in lines]
     for term in dict.fromkeys(name for line in lines for name in line["losses"]):
-        columns[f"loss {term}"] = [number_text(line["losses"].get(term), ".4f") for line in lines]
-    columns["seconds"] = [number_text(seconds_of(line), ".1f") for line in lines]
+        losses = [line["losses"].get(term) for line in lines]
+        columns[f"loss {term}"] = ["" if loss is None else f"{loss:.4f}" for loss in losses]
+    columns["seconds"] = [f"{sum(line['seconds'].values()):.1f}" for line in lines]
     columns["left out"] = [str(line["num_left_out"] or "") for line in lines]
     table = Table(box=None, header_style="bold", pad_edge=False)
     shown = {name: cells for name, cells in columns.items() if any(cells)}
@@ -157,13 +154,3 @@ def live_view(run: SavedRun) -> Group:
         Text(printable(line), style if line.startswith("state") else "") for line in head_lines(run)
     ]
     return Group(*head, table)
-
-
-def number_text(value: float | None, digits: str) -> str:
-    """The number in this format; empty for None."""
-    return "" if value is None else f"{value:{digits}}"
-
-
-def seconds_of(line: Line) -> float:
-    """The duration of a round."""
-    return float(sum(line["seconds"].values()))

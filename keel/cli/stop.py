@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from keel.cli.arguments import OptionalRun
-from keel.runs import SavedRun, all_runs, find_run, lock_holder, only_run
+from keel.runs import SavedRun, all_runs, find_run, holders, only_run
 from server_app.run_reader import LOCK_FILE
 
 STOP_TIMEOUT_S = 90.0
@@ -22,7 +22,7 @@ def stop(run: OptionalRun = "") -> None:
     saved = find_run(run) if run else only_run(running, "can be stopped", "keel stop")
     if not saved.is_running:
         raise ValueError(f"{saved.name} is not running: {saved.state}")
-    pid = lock_holder(saved.directory / LOCK_FILE)
+    pid = next(iter(holders(saved.directory / LOCK_FILE)), None)
     if pid is None:
         raise RuntimeError(
             f"cannot determine which process writes {saved.directory}: press Ctrl-C where it runs"

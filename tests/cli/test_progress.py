@@ -1,7 +1,6 @@
 """What `keel run` shows within a round, on a terminal and elsewhere."""
 
 import logging
-import re
 import time
 from pathlib import Path
 from random import Random
@@ -59,37 +58,6 @@ def test_an_inline_run_names_its_gpu_and_the_key_that_speeds_it_up(
     assert [line for line in lines if line.startswith("device")] == ([row] if row else [])
 
 
-ROWS = [("method", "moon (mu 1.0)"), ("data", "digits [grey]")]
-
-
-def test_the_plan_of_a_refused_run_does_not_stay_on_a_terminal(monkeypatch, capsys):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    terminal = Terminal(5)
-    terminal.plan(ROWS)
-    with terminal:
-        terminal.bar.refresh()
-    text = capsys.readouterr().out
-    assert "moon (mu 1.0)" in text
-    assert "digits [grey]" in text
-    assert text.endswith(3 * "\x1b[1A\x1b[2K")  # up, and clear: two rows and the bar
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_plan_of_a_run_that_begins_comes_before_it(monkeypatch, capsys, is_terminal):
-    if is_terminal:
-        monkeypatch.setenv("FORCE_COLOR", "1")
-    terminal = Terminal(5)
-    terminal.plan(ROWS)
-    with terminal:
-        terminal.begin(Path("run"), 0)
-        terminal.bar.refresh()
-    text = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", capsys.readouterr().out)
-    labels = [line.split()[0] for line in text.splitlines() if re.match("[a-z]", line)]
-    printed = [label for label in labels if label not in ("starting", "training")]
-    assert printed[-3:] == ["method", "data", "directory"]
-    assert is_terminal or len(printed) == 3
-
-
 def test_why_a_client_of_this_process_failed_is_left_to_the_server_to_say(capsys):
     with Terminal(5) as terminal:
         logging.getLogger("keel.client").error("client-0000: min-samples")
@@ -127,18 +95,14 @@ def test_the_time_left_after_a_resume_counts_this_attempts_rounds_alone(monkeypa
 
 
 @pytest.mark.parametrize(
-    ("last_round", "where", "expected"),
-    [
-        (0, "run", ""),
-        (2, "run", "failed after round 2; to continue once its cause is removed: keel resume run"),
-        (2, "", "failed after round 2; to continue once its cause is removed: keel resume x --y"),
-    ],
+    ("last_round", "where", "command"),
+    [(0, "run", ""), (2, "run", "keel resume run"), (2, "", "keel resume x --y")],
 )
-def test_a_run_that_failed_after_a_round_says_how_to_continue(last_round, where, expected, capsys):
-    """On a full disk it said which file, and nothing else; after Ctrl-C it said how."""
+def test_a_run_that_failed_after_a_round_says_how_to_continue(last_round, where, command, capsys):
     with Terminal(5) as terminal:
         terminal.directory = Path(where) if where else None
         terminal.resume_command = "keel resume x --y"
         terminal.last_round = last_round
         terminal.failed()
-    assert capsys.readouterr().out.rstrip("\n") == expected
+    shown = capsys.readouterr().out
+    assert (command in shown) if command else (shown == "")

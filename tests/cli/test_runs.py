@@ -1,7 +1,6 @@
 """`keel status`, `list`, `stop`, `compare`, `predict`, `export`: reading whatever runs hold."""
 
 import csv
-import fcntl
 import json
 import math
 import os
@@ -24,7 +23,7 @@ from keel.cli.main import main
 from keel.cli.status import status_lines
 from keel.cli.stop import is_flower
 from keel.plots import labels_of
-from keel.runs import SavedRun, all_runs, differing_keys, find_run, is_locked, lock_holder
+from keel.runs import SavedRun, all_runs, differing_keys, find_run, holders, is_locked
 from server_app.load_model import load_model
 from tests.tools.run_directories import append_round, line_of, make_run
 
@@ -212,18 +211,24 @@ def test_the_process_that_holds_a_lock_is_found(trained):
         process.stdout.readline()
         assert is_locked(lock)
         assert SavedRun(trained).state == "running"
-        assert lock_holder(lock) == process.pid
+        assert holders(lock) == [process.pid]
         assert not is_flower(process.pid)
         process.communicate(b"\n")
     assert not is_locked(lock)
 
 
-def test_a_run_of_flwr_run_is_left_to_flwr_stop(two, refusal, monkeypatch):
-    monkeypatch.setattr("keel.cli.stop.is_flower", lambda pid: True)
-    (two / "one" / ".lock").write_text("1")  # a process's id
-    with (two / "one" / ".lock").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+def test_a_run_of_flwr_run_is_left_to_flwr_stop(two, tmp_path, refusal):
+    script = tmp_path / "flower-superexec"
+    script.write_text("import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.flock(f, 2); print()\n"
+                      "input()")  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, script, two / "one" / ".lock"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        process.stdout.readline()
         assert "flwr stop" in refusal("stop", "one")
+        process.communicate(b"\n")
 
 
 # --- compare -------------------------------------------------------------------------------------
