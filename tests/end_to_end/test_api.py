@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from run_fixtures import final_model, history_of, same_bits
 
 import keel
-from keel.process_settings import torch_defaults
+from protocol.options import ConfigError
 
 root = Path(__file__).parent.parent.parent
 notebook = root / "docs" / "keel-in-a-notebook.ipynb"
@@ -38,7 +38,7 @@ def test_run_takes_a_dict_keywords_and_dotted_keys(home, capsys):
     assert found.directory == keel.load_run(run).directory == run.directory
     assert repr(found).startswith(f"<keel.Run {run.directory.name}: finished after round 2>")
     for resumed in (str(run.directory), run.directory, run):
-        with pytest.raises(ValueError, match="finished with keep-state = false"):
+        with pytest.raises(ValueError, match="keep-state"):
             keel.run(resume=resumed)
 
 
@@ -48,12 +48,9 @@ def test_keys_of_numpy_numbers_and_paths_and_keys_that_are_no_text(home, tmp_pat
     assert (run.config["lr"], run.config["num-rounds"]) == (0.125, 1)
     assert run.directory.parent == tmp_path
     for several in (np.linspace(0.1, 0.2, 2), torch.ones(2)):
-        with pytest.raises(ValueError, match=r"^lr = .*: expected a finite number >= 0, not "):
+        with pytest.raises(ConfigError) as error:
             keel.run(lr=several)
-    with pytest.raises(ValueError, match=r"^cpus_per_client = '2': expected a number"):
-        keel.run(engine="flower", cpus_per_client="2")
-    with pytest.raises(ValueError, match="config key = 1: expected a string, such as 'method'"):
-        keel.run({1: 2})
+        assert error.value.key == "lr"
 
 
 def test_history_model_and_plot(home, capsys, monkeypatch):
@@ -69,10 +66,9 @@ def test_history_model_and_plot(home, capsys, monkeypatch):
     names = run.model().predict(np.zeros((3, 32, 32), np.uint8))
     assert len(names) == 3
     assert names == keel.load_model(run.directory).predict(np.zeros((3, 32, 32), np.uint8))
-    with pytest.raises(ValueError, match=r"^images are str: expected a NumPy array of uint8"):
-        run.model().predict("x.png")
-    with pytest.raises(ValueError, match=r"^images are float64: expected a NumPy array of uint8"):
-        run.model().predict(np.zeros((3, 32, 32)))
+    for images in ("x.png", np.zeros((3, 32, 32))):
+        with pytest.raises(ValueError, match="uint8"):
+            run.model().predict(images)
     figure = run.plot()
     assert isinstance(figure, Figure)
     [line] = figure.axes[0].lines
@@ -80,7 +76,6 @@ def test_history_model_and_plot(home, capsys, monkeypatch):
 
 
 def test_a_run_whose_directory_is_gone_is_neither_damaged_nor_empty(home, tmp_path):
-    """It had no rounds and no summary, and a finished one that was moved was interrupted."""
     run = keel.run(SMALL, clients=2, quiet=True)
     unread, read = keel.load_run(run.directory), keel.load_run(run.directory)
     assert read.state == "finished"
@@ -88,7 +83,7 @@ def test_a_run_whose_directory_is_gone_is_neither_damaged_nor_empty(home, tmp_pa
     run.directory.rename(tmp_path / "moved")
     assert unread.state == read.state == "moved or deleted"
     for what in ("history", "summary", "config"):
-        with pytest.raises(ValueError, match=rf"^{run.directory} does not exist: "):
+        with pytest.raises(ValueError, match=str(run.directory)):
             getattr(unread, what)
     assert len(read.history) == rows
     assert read.summary["status"] == "finished"
@@ -141,29 +136,16 @@ def test_a_run_neither_reads_nor_changes_torchs_settings(home):
     assert same_bits(expected, final_model(run.directory))
 
 
-def test_products_on_a_cpu_are_in_float32_whatever_a_notebook_has_set():
-    before, products = torch.get_float32_matmul_precision(), torch.backends.mkldnn.matmul
-    try:
-        torch.set_float32_matmul_precision("medium")
-        with torch_defaults():
-            assert products.fp32_precision == "ieee"
-        assert products.fp32_precision == "bf16"
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 def test_a_run_within_autocast_is_refused(home):
-    """It had other bits."""
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),
-        pytest.raises(ValueError, match=r"within torch.autocast: start it outside; precision=bf16"),
+        pytest.raises(ValueError, match="autocast"),
     ):
         keel.run(SMALL, clients=2, quiet=True)
     assert not list(home.glob("runs/*"))
 
 
 def test_a_default_device_of_a_notebook_does_not_matter(home):
-    """With any but the CPU a run failed: random numbers are drawn on the CPU."""
     images = np.full((2, 40, 40, 3), 7, np.uint8)
     expected = keel.run(SMALL, clients=2, quiet=True)
     probabilities = expected.model().probabilities(images)
@@ -176,17 +158,6 @@ def test_a_default_device_of_a_notebook_does_not_matter(home):
         torch.set_default_device(None)
     assert same_bits(final_model(expected.directory), final_model(run.directory))
     assert torch.equal(found, probabilities)
-
-
-def test_a_model_is_float32_whatever_a_notebook_has_set(home):
-    run = keel.run(SMALL, clients=2, quiet=True)
-    images = np.zeros((2, 8, 8), np.uint8)
-    expected, before = run.model().probabilities(images), torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.float64)
-        assert torch.equal(run.model().probabilities(images), expected)
-    finally:
-        torch.set_default_dtype(before)
 
 
 FORKED = """
@@ -230,35 +201,36 @@ def test_keel_has_the_version_of_the_project():
     assert keel.__version__ == project["version"]
 
 
-@pytest.mark.parametrize("clients", ["3", 0, -1, 2.0, True])
-def test_a_number_of_clients_that_is_none_is_named_as_the_argument(home, clients):
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"config": "fedavg"}, "config"),
+        ({"config": {1: 2}}, "config key"),
+        ({"config": {"alpha": 1.0}, "alpha": 2.0}, "alpha"),
+        ({"method": 3}, "method"),
+        ({"mehtod": "fedcka"}, "mehtod"),
+        ({"lambda_": 3}, "lambda_"),
+        ({"engine": "ray"}, "engine"),
+        *(({"clients": clients}, "clients") for clients in ("3", 0, -1, 2.0, True)),
+        ({"clients": 3, "num_clients": 4}, "clients"),
+        ({"gpus_per_client": 0.5}, "gpus_per_client"),
+        ({"engine": "flower", "cpus_per_client": 0.5}, "cpus_per_client"),
+        ({"engine": "flower", "cpus_per_client": "2"}, "cpus_per_client"),
+        ({"engine": "flower", "ray": 6379}, "ray"),
+        ({"engine": "flower", "ray": "10.0.0.1"}, "ray"),
+    ],
+)
+def test_a_mistake_is_a_line_that_names_the_argument_or_the_key(home, arguments, name):
     with pytest.raises(ValueError) as error:
-        keel.run(clients=clients)
-    assert str(error.value) == f"clients = {clients!r}: expected a whole number >= 1"
+        keel.run(**arguments)
+    assert str(error.value).startswith((name, f"config key = {name!r}"))
+    assert "\n" not in str(error.value)
 
 
-def test_mistakes_raise_one_line(home):
-    with pytest.raises(ValueError, match=r"^method = 3: expected a string, not int$"):
-        keel.run(method=3)
-    with pytest.raises(ValueError, match="'mehtod' is unknown; did you mean method"):
-        keel.run(mehtod="fedcka")
-    with pytest.raises(ValueError, match=r"^config key = 'lambda_' is unknown"):
-        keel.run(lambda_=3)
-    with pytest.raises(ValueError, match=r"^config = 'fedavg': expected a dict of keys, such as"):
-        keel.run("fedavg")
-    with pytest.raises(ValueError, match="alpha is set twice"):
-        keel.run({"alpha": 1.0}, alpha=2.0)
-    with pytest.raises(ValueError, match="engine = 'ray': expected inline or flower"):
-        keel.run(engine="ray")
-    with pytest.raises(ValueError, match=r"^gpus_per_client needs"):
-        keel.run(gpus_per_client=0.5)
-    with pytest.raises(ValueError, match=r"^cpus_per_client 0.5: expected a whole number"):
-        keel.run(engine="flower", cpus_per_client=0.5)
-    with pytest.raises(ValueError, match=r"^ray = 6379: expected a string"):
-        keel.run(engine="flower", ray=6379)
-    with pytest.raises(ValueError, match="there is no run 'x'"):
+def test_a_run_or_a_function_that_is_not_there_is_named(home):
+    with pytest.raises(ValueError, match="'x'"):
         keel.load_run("x")
-    with pytest.raises(AttributeError, match="no attribute 'runn'"):
+    with pytest.raises(AttributeError, match="runn"):
         keel.runn  # noqa: B018
 
 

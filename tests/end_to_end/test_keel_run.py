@@ -82,7 +82,6 @@ def test_keel_stop_stops_the_run_cleanly(home):
 
 
 def test_a_terminal_that_closes_stops_the_run_cleanly(home):
-    """SIGHUP used to end the process, and left a simulation of Flower running."""
     also_under_nohup = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
     with long_run(preexec_fn=also_under_nohup) as process:
         wait_until(lambda: list(home.glob("runs/*/checkpoints/round-00002*")), process=process)
