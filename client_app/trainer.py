@@ -29,41 +29,6 @@ Inputs = Callable[[Step], tuple[Any, ...]]
 Loss = Callable[..., dict[str, Tensor]]
 
 
-class SGD:
-    """g += decay * w; m = momentum * m + g; w -= lr * m, for parameters of one type and device.
-
-    Bit-identical to torch.optim.SGD.
-
-    Their memory must have no gaps: clone a parameter that is, say, a slice of columns.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor], momentum: float, weight_decay: float) -> None:
-        self.parameters = list(parameters)
-        self.momentum, self.weight_decay = momentum, weight_decay
-        self.velocities: list[Tensor] = []
-
-    @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Update every parameter that has a gradient; the others keep value and momentum."""
-        with_gradient = [n for n, p in enumerate(self.parameters) if p.grad is not None]
-        if not with_gradient:
-            return
-        if self.momentum and not self.velocities:  # zeros: the first step gives m = g, as in torch
-            self.velocities = [torch.zeros_like(p) for p in self.parameters]
-        torch._fused_sgd_(
-            [self.parameters[n] for n in with_gradient],
-            [self.parameters[n].grad for n in with_gradient],  # type: ignore[misc]  # not None, as selected
-            [self.velocities[n] for n in with_gradient] if self.momentum else [],
-            weight_decay=self.weight_decay,
-            momentum=self.momentum,
-            lr=lr,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            is_first_step=False,
-        )
-
-
 @dataclass
 class MeanTerms:
     """Sums of loss terms over samples, on the device; read once, because reading waits."""
@@ -241,3 +206,41 @@ def copy_of(model: StagedModel) -> Arrays:
         name: array.detach().clone(memory_format=torch.contiguous_format)
         for name, array in model.tensors.items()
     }
+
+
+# --- the optimizer --------------------------------------------------------------------------------
+
+
+class SGD:
+    """g += decay * w; m = momentum * m + g; w -= lr * m, for parameters of one type and device.
+
+    Bit-identical to torch.optim.SGD.
+
+    Their memory must have no gaps: clone a parameter that is, say, a slice of columns.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], momentum: float, weight_decay: float) -> None:
+        self.parameters = list(parameters)
+        self.momentum, self.weight_decay = momentum, weight_decay
+        self.velocities: list[Tensor] = []
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Update every parameter that has a gradient; the others keep value and momentum."""
+        with_gradient = [n for n, p in enumerate(self.parameters) if p.grad is not None]
+        if not with_gradient:
+            return
+        if self.momentum and not self.velocities:  # zeros: the first step gives m = g, as in torch
+            self.velocities = [torch.zeros_like(p) for p in self.parameters]
+        torch._fused_sgd_(
+            [self.parameters[n] for n in with_gradient],
+            [self.parameters[n].grad for n in with_gradient],  # type: ignore[misc]  # not None, as selected
+            [self.velocities[n] for n in with_gradient] if self.momentum else [],
+            weight_decay=self.weight_decay,
+            momentum=self.momentum,
+            lr=lr,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+        )

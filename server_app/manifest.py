@@ -59,61 +59,6 @@ NUM_NOTED_ROUNDS = 3  # rounds whose checkpoints a replay can be compared with
 signed_files = (CONFIG_FILE, HISTORY_FILE, CLIENTS_FILE, SUMMARY_FILE, MODEL_FILE)
 
 
-class AuditLog:
-    """Appends to a run directory's audit log. releases: requested so far, by client.
-
-    ValueError naming the file if the lines that are there are not intact.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.chain = Chain(directory / AUDIT_FILE)
-        self.releases = Counter[str]()
-        for line in read_chain(self.chain.path) if self.chain.newest else ():
-            self._count(line)
-
-    def _count(self, line: Mapping[str, Any]) -> None:
-        if line["event"] == "released":
-            self.releases.update(line["clients"])
-
-    def note(self, event: str, **fields: Any) -> None:
-        """Append a line; it is on the disk when this returns."""
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        line = {"time": now, "event": event, **fields}
-        self.chain.append(line)
-        self._count(line)
-
-
-def audit_end(directory: Path) -> dict[str, Any]:
-    """The number of lines and the last digest, for the manifest."""
-    lines = list(read_chain(directory / AUDIT_FILE))
-    return {"lines": len(lines), "digest": lines[-1]["digest"]}
-
-
-def check_audit(run: RunReader, is_resumed: bool = False) -> int:
-    """ValueError naming the file if a run's audit log was changed; the number of its lines.
-
-    is_resumed: a later call may have added lines since the manifest was written.
-    """
-    path = run.directory / AUDIT_FILE
-    if not path.is_file():
-        raise ValueError(f"{path} is missing: restore it from a backup")
-    lines = list(read_chain(path))
-    sent = {line["round"] for line in lines if line["event"] == "sent"}
-    if unsent := {line["round"] for line in run.history} - sent:
-        raise ValueError(
-            f"{path} was cut short: round {min(unsent)} of the history is not in it: restore it "
-            "from a backup"
-        )
-    end = run.manifest.get("audit")
-    ends = [{"lines": number, "digest": line["digest"]} for number, line in enumerate(lines, 1)]
-    if end and end not in (ends if is_resumed else ends[-1:]):
-        raise ValueError(
-            f"{path} has {len(lines)} lines, the manifest {end['lines']} and another last digest: "
-            "restore it from a backup"
-        )
-    return len(lines)
-
-
 def versions(device: torch.device, own: Mapping[str, Own]) -> dict[str, str]:
     """Versions that the bits of a result depend on: sources, packages, Python, processor type.
 
@@ -255,3 +200,61 @@ def update(directory: Path, **fields: Any) -> None:
     """Set these fields of manifest.json."""
     text = json.dumps(RunReader(directory).manifest | fields, indent=2)
     write_atomically(directory / MANIFEST_FILE, text.encode())
+
+
+# --- audit.jsonl ----------------------------------------------------------------------------------
+
+
+class AuditLog:
+    """Appends to a run directory's audit log. releases: requested so far, by client.
+
+    ValueError naming the file if the lines that are there are not intact.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.chain = Chain(directory / AUDIT_FILE)
+        self.releases = Counter[str]()
+        for line in read_chain(self.chain.path) if self.chain.newest else ():
+            self._count(line)
+
+    def _count(self, line: Mapping[str, Any]) -> None:
+        if line["event"] == "released":
+            self.releases.update(line["clients"])
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Append a line; it is on the disk when this returns."""
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        line = {"time": now, "event": event, **fields}
+        self.chain.append(line)
+        self._count(line)
+
+
+def audit_end(directory: Path) -> dict[str, Any]:
+    """The number of lines and the last digest, for the manifest."""
+    lines = list(read_chain(directory / AUDIT_FILE))
+    return {"lines": len(lines), "digest": lines[-1]["digest"]}
+
+
+def check_audit(run: RunReader, is_resumed: bool = False) -> int:
+    """ValueError naming the file if a run's audit log was changed; the number of its lines.
+
+    is_resumed: a later call may have added lines since the manifest was written.
+    """
+    path = run.directory / AUDIT_FILE
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: restore it from a backup")
+    lines = list(read_chain(path))
+    sent = {line["round"] for line in lines if line["event"] == "sent"}
+    if unsent := {line["round"] for line in run.history} - sent:
+        raise ValueError(
+            f"{path} was cut short: round {min(unsent)} of the history is not in it: restore it "
+            "from a backup"
+        )
+    end = run.manifest.get("audit")
+    ends = [{"lines": number, "digest": line["digest"]} for number, line in enumerate(lines, 1)]
+    if end and end not in (ends if is_resumed else ends[-1:]):
+        raise ValueError(
+            f"{path} has {len(lines)} lines, the manifest {end['lines']} and another last digest: "
+            "restore it from a backup"
+        )
+    return len(lines)

@@ -172,20 +172,6 @@ def test_personal_figures_come_with_the_training_and_are_of_the_model_kept(tmp_p
     assert "personal-accuracy" not in read_reply(client.ask("train", 2, u_0)).metrics
 
 
-def test_the_state_kept_is_the_model_sent_and_the_next_round_reads_it(tmp_path):
-    config = make_config(method="moon")
-    client = Client(config, tmp_path)
-    first = read_reply(client.ask("train", 1, initial(config)))
-    state = StateFolder(tmp_path / "clients" / "client-0000")
-    assert_same_bits(state.load(before_round=2)["previous"], first.arrays)
-    received = initial(config, seed=9)
-    second = read_reply(client.ask("train", 2, received))
-    now = make_round(config, number=2, received=received, state={"previous": first.arrays})
-    assert_same_bits(second.arrays, method_of(config).train(now).arrays)
-    assert "loss.penalty" in second.metrics
-    assert "loss.penalty" not in first.metrics
-
-
 def test_what_a_client_keeps_is_for_its_user_alone(tmp_path):
     """Whoever runs it: in Flower's simulation, Ray starts the process with a umask of its own."""
     config, before = make_config(method="moon"), os.umask(0o022)

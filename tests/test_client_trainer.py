@@ -105,12 +105,6 @@ def without_cache():
     return train(config, state={"previous": initial(config, seed=5)}, of=1)
 
 
-def test_the_same_seed_round_and_client_give_the_same_bits_whoever_came_before():
-    config, warm = make_config(local_epochs=2, flip=True), ProcessCache()
-    train(config, cache=warm, partition=1)
-    assert_same_bits(train(config, cache=warm).arrays, train(config).arrays)
-
-
 def test_another_client_round_epoch_or_seed_has_another_batch_order():
     def order(now, epoch=0):
         steps = now.steps("batches", epoch + 1)
