@@ -25,6 +25,12 @@ if "flwr.server.superlink.fleet.vce.vce_api" in sys.modules and "ray" not in sys
         os.environ["RAY_ADDRESS"] = "local"  # not a Ray that `ray start` has left on this machine
 
 
+def is_ray_actor() -> bool:
+    """Whether this process is one that Ray has started for an actor."""
+    ray = sys.modules.get("ray")
+    return bool(ray and ray.is_initialized() and ray.get_runtime_context().get_actor_id())
+
+
 def replied(message: Message, context: Context) -> Message:
     """The reply to a message of any kind, from the resident worker where there is one."""
     socket = os.environ.get(worker_variable)
@@ -36,7 +42,7 @@ def replied(message: Message, context: Context) -> Message:
 
         content = answer(message, context)
         is_lost = isinstance(content, Error) and content.code == GPU_LOST
-        if is_lost and "ray" in sys.modules:  # a worker of a simulation, which Ray starts again
+        if is_lost and is_ray_actor():  # a worker of a simulation, which Ray starts again
             os._exit(1)
     return Message(content, reply_to=message)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -32,53 +33,44 @@ LONGEST = (
     *("test_keel_run_flower.py", "test_flwr_run.py", "test_run.py", "test_tutorials.py"),
     *("test_wheel.py", "test_compared_runs.py", "test_worker.py"),
 )
-# These import or make what takes a second and others do without: each group is on one worker.
-TOGETHER = {
-    "a report": ("test_experiments_rendering.py",),
-    "torchvision": ("test_models_architectures.py", "test_data_readers.py"),
-    "SciPy's statistics": (
-        *("test_client_privacy.py", "test_privacy_audit.py", "test_privacy_ledger.py"),
-        *("test_privacy_sampler.py", "test_privacy_site.py"),
-    ),
-}
-GROUP_OF = {name: group for group, names in TOGETHER.items() for name in names}
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--shuffle SEED`: files, and the tests within a file, in an order drawn with this seed."""
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run in a random order")
+
+
+def pytest_configure() -> None:
     """Give examples of Hypothesis any time: on a busy machine a deadline would be a timed test.
 
     Half as many as by default: the other half takes seconds of every check.
     """
-    for plugin in config.pluginmanager.get_plugins():
-        if type(plugin).__name__ == "WorkerInteractor":  # xdist's, in each worker
-            plugin.sendevent = partial(send_news, plugin.sendevent)
     from hypothesis import settings
 
     settings.register_profile("keel", deadline=None, max_examples=50)
     settings.load_profile("keel")
 
 
-def send_news(send: Callable[..., None], name: str, **about: Any) -> None:
-    """Send xdist's controller only the messages that it shows: half of them. Each costs 0.1 ms."""
-    report = about.get("data", {})
-    is_beside = report.get("when") in ("setup", "teardown") and report["duration"] < 0.1
-    if name != "logstart" and not (is_beside and report["outcome"] == "passed"):
-        send(name, **about)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests in end_to_end/, and run the longest first."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests in end_to_end/, and run the longest first, or all in a random order."""
     for item in items:
         if "end_to_end" in item.path.parts:
             item.add_marker(pytest.mark.end_to_end)
-    rank = {name: number for number, name in enumerate(LONGEST, start=-len(LONGEST))}
-    rank |= dict.fromkeys(GROUP_OF, 1)  # each is a long piece of work for one worker
+    seed = config.getoption("shuffle")
+    if seed is None:
+        items.sort(key=order)
+        return
+    draw = random.Random(seed)
+    rank = {path: draw.random() for path in sorted({item.path for item in items})}
+    draw.shuffle(items)
+    items.sort(key=lambda item: rank[item.path])
 
-    def order(item: pytest.Item) -> int:
-        is_end_to_end = "end_to_end" in item.path.parts
-        return rank.get(item.path.name, 0 if is_end_to_end else 2)  # unit tests fill the gaps
 
-    items.sort(key=order)
+def order(item: pytest.Item) -> int:
+    """Long files first, then the other end-to-end tests; unit tests fill the gaps."""
+    if item.path.name in LONGEST:
+        return LONGEST.index(item.path.name) - len(LONGEST)
+    return int("end_to_end" not in item.path.parts)
 
 
 def pytest_collection_finish() -> None:
@@ -88,38 +80,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Files in end_to_end/ stay on one worker, as their tests share costly fixtures.
-
-    Other tests go to any worker, the cases of one together. xdist's own groups have no effect under
-    pytest 9.2.
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            path = nodeid.partition("::")[0]
-            if group := GROUP_OF.get(path.rpartition("/")[2]):
-                return group
-            return path if "end_to_end" in path else nodeid.partition("[")[0]
-
-        def _reschedule(self, node: Any) -> None:
-            """A worker gets its next file when one test is left, not three: none waits behind
-            a test of minutes while another worker is idle.
-            """
-            is_file = "::" not in next(iter(self.workqueue), "::")
-            if not (is_file and self._pending_of(self.assigned_work[node]) > 1):
-                super()._reschedule(node)
-
-    config.option.loadscopereorder = False  # the order of collection
-    return Scheduling(config, log)
-
-
 @pytest.fixture(autouse=True)
-def fresh_methods() -> Iterator[None]:
-    """Forget the method of each config: a test may have replaced its class."""
-    yield
+def undisturbed(keel_home: Path) -> Iterator[None]:
+    """No test sees what another has changed in the process, or the method it has replaced."""
+    from process_fixtures import put_back
+
+    with put_back():
+        yield
     if "client_app.methods" in sys.modules:
         sys.modules["client_app.methods"].method_of.cache_clear()
 

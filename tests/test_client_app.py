@@ -3,7 +3,6 @@
 import math
 import os
 import shutil
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -363,8 +362,6 @@ def test_a_full_gpu_is_told_from_a_lost_one(error, code, tmp_path, monkeypatch):
         raise error
 
     monkeypatch.setattr(METHODS["fedavg"], "supervised", fail)
-    # another test may have imported it: a worker of Ray ends with its GPU
-    monkeypatch.delitem(sys.modules, "ray", raising=False)
     config = make_config()
     reply = Client(config, tmp_path).ask("train", 1, initial(config))
     is_full = code == 1 and ("out of memory" in str(error) or "ALLOC" in str(error))
