@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
-from run_fixtures import final_model, history_of, same_bits
+from run_fixtures import final_model, history_of, same_bits, without_pictures
 
 import keel
 from protocol.options import ConfigError
@@ -25,6 +27,15 @@ SMALL = {"data-fraction": 0.4, "model": "cnn-fedreco", "num-rounds": 2, "lr": 0.
 def test_importing_keel_imports_neither_torch_nor_flower():
     code = "import keel, sys; sys.exit(bool({'torch', 'flwr', 'pandas'} & sys.modules.keys()))"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A finished run of two clients, for tests that change nothing of it."""
+    home = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch, without_pictures():
+        patch.setenv("KEEL_HOME", str(home))
+        return keel.run(SMALL, clients=2, quiet=True)
 
 
 def test_run_takes_a_dict_keywords_and_dotted_keys(home, capsys):
@@ -42,48 +53,48 @@ def test_run_takes_a_dict_keywords_and_dotted_keys(home, capsys):
             keel.run(resume=resumed)
 
 
-def test_keys_of_numpy_numbers_and_paths_and_keys_that_are_no_text(home, tmp_path):
+def test_keys_of_numpy_numbers_and_paths_and_keys_that_are_no_text(home, tmp_path, capsys):
     numbers = {"lr": np.float64(0.125), "num-rounds": np.int64(1), "output-dir": tmp_path}
     run = keel.run(SMALL | numbers, clients=np.int64(2), quiet=True)
     assert (run.config["lr"], run.config["num-rounds"]) == (0.125, 1)
     assert run.directory.parent == tmp_path
+    assert capsys.readouterr().out == ""
     for several in (np.linspace(0.1, 0.2, 2), torch.ones(2)):
         with pytest.raises(ConfigError) as error:
             keel.run(lr=several)
         assert error.value.key == "lr"
 
 
-def test_history_model_and_plot(home, capsys, monkeypatch):
-    run = keel.run(SMALL, clients=2, quiet=True)
-    assert capsys.readouterr().out == ""
-    accuracies = [line["global"]["accuracy"] for line in history_of(run.directory)]
+def test_history_model_and_plot(made, monkeypatch):
+    accuracies = [line["global"]["accuracy"] for line in history_of(made.directory)]
     pandas = pytest.importorskip("pandas")
-    assert isinstance(run.history, pandas.DataFrame)
-    assert list(run.history["accuracy/global.accuracy"]) == accuracies
-    assert list(run.history.index) == [1, 2]
+    assert isinstance(made.history, pandas.DataFrame)
+    assert list(made.history["accuracy/global.accuracy"]) == accuracies
+    assert list(made.history.index) == [1, 2]
     monkeypatch.setattr("keel.api.is_installed", lambda name: False)
-    assert [row["accuracy/global.accuracy"] for row in run.history] == accuracies
-    names = run.model().predict(np.zeros((3, 32, 32), np.uint8))
+    assert [row["accuracy/global.accuracy"] for row in made.history] == accuracies
+    names = made.model().predict(np.zeros((3, 32, 32), np.uint8))
     assert len(names) == 3
-    assert names == keel.load_model(run.directory).predict(np.zeros((3, 32, 32), np.uint8))
-    for images in ("x.png", np.zeros((3, 32, 32))):
-        with pytest.raises(ValueError, match="uint8"):
-            run.model().predict(images)
-    figure = run.plot()
+    assert names == keel.load_model(made.directory).predict(np.zeros((3, 32, 32), np.uint8))
+    for kind, images in (("str", "x.png"), ("float64", np.zeros((3, 32, 32)))):
+        with pytest.raises(ValueError, match=kind):
+            made.model().predict(images)
+    figure = made.plot()
     assert isinstance(figure, Figure)
     [line] = figure.axes[0].lines
     np.testing.assert_allclose(line.get_ydata(), [100 * value for value in accuracies])
 
 
-def test_a_run_whose_directory_is_gone_is_neither_damaged_nor_empty(home, tmp_path):
-    run = keel.run(SMALL, clients=2, quiet=True)
-    unread, read = keel.load_run(run.directory), keel.load_run(run.directory)
+def test_a_run_whose_directory_is_gone_is_neither_damaged_nor_empty(made, tmp_path):
+    directory = tmp_path / "run"
+    shutil.copytree(made.directory, directory)
+    unread, read = keel.load_run(directory), keel.load_run(directory)
     assert read.state == "finished"
     rows = len(read.history)
-    run.directory.rename(tmp_path / "moved")
+    directory.rename(tmp_path / "moved")
     assert unread.state == read.state == "moved or deleted"
     for what in ("history", "summary", "config"):
-        with pytest.raises(ValueError, match=str(run.directory)):
+        with pytest.raises(ValueError, match=str(directory)):
             getattr(unread, what)
     assert len(read.history) == rows
     assert read.summary["status"] == "finished"
@@ -93,7 +104,8 @@ def test_runs_in_threads_are_those_made_one_after_the_other(home):
     """Two that draw their first weights at once would draw them from one generator."""
 
     def weights(seed):
-        return final_model(keel.run(SMALL, clients=2, seed=seed, quiet=True).directory)
+        short = SMALL | {"num-rounds": 1}
+        return final_model(keel.run(short, clients=2, seed=seed, quiet=True).directory)
 
     alone = [weights(seed) for seed in (1, 2)]
     level = logging.getLogger("keel").level
@@ -110,45 +122,36 @@ def test_a_run_says_no_more_in_a_programs_log_than_its_level_asks_for(home, capl
         caplog.set_level(level)
         # Keel's own level as in a new process, and the handler's as that of logging.basicConfig
         caplog.set_level(logging.NOTSET, logger="keel")
-        run = keel.run(SMALL, clients=2, quiet=True)
-        assert "round 2/2" in (run.directory / "run.log").read_text()
+        run = keel.run(SMALL | {"num-rounds": 1}, clients=2, quiet=True)
+        assert "round 1/1" in (run.directory / "run.log").read_text()
         found = {record.name for record in caplog.records if record.levelno == logging.INFO}
         assert found & {"keel.server"} == names
     assert logging.getLogger("keel").propagate
 
 
-def test_a_run_neither_reads_nor_changes_torchs_settings(home):
-    expected = final_model(keel.run(SMALL, clients=2, quiet=True).directory)
-    before = torch.get_default_dtype(), torch.get_num_threads()
-    precision, products = torch.get_float32_matmul_precision(), torch.backends.mkldnn.matmul
-    try:
-        torch.set_default_dtype(torch.float64)
-        torch.set_num_threads(2)
-        torch.set_float32_matmul_precision("medium")  # on some CPUs in bfloat16
-        with torch.inference_mode():
-            run = keel.run(SMALL, clients=2, quiet=True)
-        assert (torch.get_default_dtype(), torch.get_num_threads()) == (torch.float64, 2)
-        assert products.fp32_precision == "bf16"
-    finally:
-        torch.set_float32_matmul_precision(precision)
-        torch.set_default_dtype(before[0])
-        torch.set_num_threads(before[1])
-    assert same_bits(expected, final_model(run.directory))
+def test_a_run_neither_reads_nor_changes_torchs_settings(made, home):
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(2)
+    torch.set_float32_matmul_precision("medium")  # on some CPUs in bfloat16
+    with torch.inference_mode():
+        run = keel.run(SMALL, clients=2, quiet=True)
+    assert (torch.get_default_dtype(), torch.get_num_threads()) == (torch.float64, 2)
+    assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+    assert same_bits(final_model(made.directory), final_model(run.directory))
 
 
 def test_a_run_within_autocast_is_refused(home):
-    with (
-        torch.autocast("cpu", dtype=torch.bfloat16),
-        pytest.raises(ValueError, match="autocast"),
-    ):
+    """It had other bits."""
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match="autocast"):
         keel.run(SMALL, clients=2, quiet=True)
     assert not list(home.glob("runs/*"))
 
 
-def test_a_default_device_of_a_notebook_does_not_matter(home):
+def test_a_default_device_and_type_of_a_notebook_do_not_matter(made, home):
     images = np.full((2, 40, 40, 3), 7, np.uint8)
-    expected = keel.run(SMALL, clients=2, quiet=True)
-    probabilities = expected.model().probabilities(images)
+    probabilities = made.model().probabilities(images)
+    torch.set_default_dtype(torch.float64)
+    assert torch.equal(made.model().probabilities(images), probabilities)
     torch.set_default_device("meta")
     try:
         run = keel.run(SMALL, clients=2, quiet=True)
@@ -156,44 +159,40 @@ def test_a_default_device_of_a_notebook_does_not_matter(home):
         assert torch.get_default_device().type == "meta"
     finally:
         torch.set_default_device(None)
-    assert same_bits(final_model(expected.directory), final_model(run.directory))
+    assert same_bits(final_model(made.directory), final_model(run.directory))
     assert torch.equal(found, probabilities)
 
 
 FORKED = """
 import faulthandler, os, sys, keel, numpy as np, torch
 torch.set_num_threads(2)
-keys = {"method": "fedavg", "model": "cnn-fedreco", "num-rounds": 1, "data-fraction": 0.1}
+model = keel.load_model("")
 images = np.zeros([1000, 8, 8], np.uint8)
-exec(sys.argv[1])  # in the parent
+model.predict(images)
 if child := os.fork():
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 faulthandler.dump_traceback_later(30, exit=True)  # where it waits
-try:
-    exec(sys.argv[2])
-except ValueError as error:
-    print(error, flush=True)
-    os._exit(3)
+keys = {"model": "cnn-fedreco", "num-rounds": 1, "data-fraction": 0.1}
+for call in (
+    lambda: keel.run(keys, clients=2, quiet=True),
+    lambda: keel.load_model(""),
+    lambda: model.predict(images),
+):
+    try:
+        call()
+    except ValueError as error:
+        print(error, flush=True)
+os._exit(3)
 """
-RUN = "run = keel.run(keys, clients=2, quiet=True)"
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (RUN, RUN),
-        (RUN, "run.model()"),
-        (f"{RUN}; model = run.model()", "model.predict(images)"),
-        ("keel.load_model('').predict(images)", RUN),
-    ],
-)
-def test_a_process_that_was_forked_after_torch_had_computed_is_refused(before, after, home):
-    """Its threads are not those of the parent: PyTorch waited for them for ever."""
-    keel.run(SMALL, clients=2, quiet=True)
-    command = [sys.executable, "-c", FORKED, before, after]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def test_a_process_that_was_forked_after_torch_had_computed_is_refused(made):
+    """Its threads are not those of the parent: PyTorch would wait for them for ever."""
+    env = os.environ | {"KEEL_HOME": str(made.directory.parent.parent)}
+    command = [sys.executable, "-c", FORKED]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 3, ended.stderr
-    assert 'multiprocessing.get_context("spawn")' in ended.stdout
+    assert ended.stdout.count('multiprocessing.get_context("spawn")') == 3
 
 
 def test_keel_has_the_version_of_the_project():

@@ -81,16 +81,6 @@ def test_keel_stop_stops_the_run_cleanly(home):
     assert err == ""
 
 
-def test_a_terminal_that_closes_stops_the_run_cleanly(home):
-    also_under_nohup = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
-    with long_run(preexec_fn=also_under_nohup) as process:
-        wait_until(lambda: list(home.glob("runs/*/checkpoints/round-00002*")), process=process)
-        process.send_signal(signal.SIGHUP)
-        process.communicate(timeout=250)
-    assert process.returncode == 128 + signal.SIGHUP
-    assert summary_of(only_run(home))["status"] == "stopped"
-
-
 def test_a_second_ctrl_c_ends_the_run_at_once(home):
     with long_run() as process:
         for line in process.stdout:
@@ -106,6 +96,15 @@ def test_a_second_ctrl_c_ends_the_run_at_once(home):
     assert done >= 2
     assert main(["resume", directory.name, f"num-rounds={done + 1}"]) == 0
     assert SavedRun(directory).last_round == done + 1
+
+
+def test_a_run_that_fails_ends_with_one_line_and_exit_code_1(home, capsys):
+    diverging = ["method=fedreco", "fedreco.eta-0=1e38", "local-test-fraction=0.2"]
+    assert main(["run", *SMALL, *diverging, "--clients", "3"]) == 1
+    said = capsys.readouterr()
+    [line] = said.err.splitlines()
+    assert re.match(r"error: round \d: .*not finite", line)
+    assert str(only_run(home)) in said.out
 
 
 def test_a_resumed_run_equals_one_that_was_not_interrupted(home, capsys, monkeypatch):
@@ -155,7 +154,7 @@ def test_a_run_whose_end_could_not_be_written_is_completed_by_a_resume(
     whole, cut = (home / "runs" / name for name in ("whole", "cut"))
     assert SavedRun(cut).state == state
     assert [line["status"] for line in audit_of(cut, "ended")] == [noted]
-    monkeypatch.setattr(server_app.manifest, "code_version", lambda: "another")  # trains no round
+    monkeypatch.setattr(server_app.manifest, "code_of", lambda own: "another")  # trains no round
     assert main(["resume"]) == 0  # the one run that has not finished
     assert SavedRun(cut).state == "finished"
     assert same_bits(all_models(whole), all_models(cut))

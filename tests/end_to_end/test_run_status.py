@@ -2,21 +2,15 @@
 
 import json
 import re
-import signal
-import subprocess
-import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
-from run_fixtures import SMALL, history_of, summary_of, wait_until
+from run_fixtures import SMALL, history_of, summary_of
 
 from client_app.methods.moon import MOON
-from keel.runs import SavedRun
 from protocol.config import keel_version
 from server_app.inline import run_inline
 from server_app.pool import InlineWorkers
-from server_app.run_reader import RunReader
 from strategies.validation import TooFewRepliesError
 
 root = Path(__file__).parents[2]
@@ -67,39 +61,6 @@ def test_whatever_ends_a_run_is_in_its_summary(run, tmp_path, monkeypatch, error
     assert summary_of(folder)["status"].startswith(status)
     assert len(history_of(folder)) == 1
     assert (folder / "run.log").read_text().splitlines()[-1].endswith(summary_of(folder)["status"])
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_run_that_is_ended_from_outside(tmp_path, number):
-    """SIGTERM leaves a final status; SIGKILL leaves what the status command makes sense of."""
-    words = [f"{k}={json.dumps(v)}" for k, v in (SMALL | quick | {"num-rounds": 10_000}).items()]
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "keel", "run", "--engine", "inline", "--clients", "2"),
-            *(*words, f"output-dir={json.dumps(str(tmp_path))}"),
-        ],
-        cwd=root,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        histories = partial(tmp_path.glob, "*/history.jsonl")
-        wait_until(lambda: any(path.read_text() for path in histories()), process=process)
-        [folder] = [path.parent for path in histories()]
-        assert SavedRun(folder).state == "running"
-        process.send_signal(number)
-        process.wait(timeout=60)
-    finally:
-        process.kill()
-        process.wait(timeout=60)
-    rounds = RunReader(folder).last_round
-    if number == signal.SIGTERM:
-        assert process.returncode == 128 + signal.SIGTERM
-        assert summary_of(folder)["status"] == "stopped"
-        assert rounds - summary_of(folder)["rounds"] in (0, 1)  # 1: as the round was recorded
-        assert SavedRun(folder).state == "stopped"
-    else:
-        assert SavedRun(folder).state == "interrupted"
 
 
 def test_the_roster_is_in_the_folder(tmp_path):
