@@ -191,7 +191,7 @@ class Loopback:
         """Register the clients' keys and record their names, as the administrator does."""
         command = [*self.prefixes.get("server", ()), sys.executable, "-m", "keel"]
         command += ["deploy", "register", "--credentials", str(self.credentials / "server")]
-        command += ["--superlink", f"127.0.0.1:{self.http_port}"]
+        command += ["--superlink", f"127.0.0.1:{self.http_port}", "--wait", str(start_timeout_s)]
         done = captured(command, self.environment("server"))
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}")
