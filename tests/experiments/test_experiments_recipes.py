@@ -55,7 +55,10 @@ wanted = {
         *("Fig. 3", "Fig. 4", "Fig. 5"),
     ],
     "FedCKA": ["Table 1", "Table 2", "Table 3", "Table 4", "Fig. 2", "Fig. 4", "Fig. 5", "Fig. 6"],
-    "FedReCo": ["Table 1", "Table 2", "Table 3", "Fig. 2", "Fig. 3 (a)", "Fig. 3 (b)"],
+    "FedReCo": [
+        *("Table 1", "Table 2", "Table 3", "Fig. 2", "Fig. 3 (a)", "Fig. 3 (b)"),
+        *("Table 1, LeNet's widths", "Table 3, LeNet's widths", "Search for lambda and eta_0"),
+    ],
     "FedRCL": [
         *("Table 1", "Table 2", "Table 3", "Table 4", "Table 5"),
         *("Table A", "Table B", "Table C", "Table D"),
@@ -76,14 +79,17 @@ def test_there_is_a_recipe_for_every_table_and_figure():
 @pytest.mark.parametrize(
     ("recipes", "words"),
     [
-        ("fedreco-table-[123] fedreco-figure-2 fedreco-figure-3*", "LeNet 64 0.9 0.1 0.003 tuned"),
-        ("fedreco-table-[123]", "20_%"),
+        ("fedreco-lenet-*", "LeNet 64 0.9 0.1 0.003 tuned 20_% oyhah/FedReCo"),
+        ("fedreco-table-* fedreco-figure-3*", "oyhah/FedReCo 0.1 0.001 fedreco-search 501 30_%"),
+        ("fedreco-figure-2 fedreco-search", "oyhah/FedReCo"),
         ("fedreco-table-1", "Ditto FedAvg-FT FedBABU 0.001"),
         ("fedreco-table-2", "fine-tuning cache-mb"),
         ("fedreco-table-3 fedreco-figure-3b", "norm_C 10"),
         ("fedrcl-table-* fedrcl-figure-[1234ab]", "clipping decay rotation precision"),
         ("fedrcl-table-[1235bcd] fedrcl-figure-1", "FedADAM 0.01 MOON's_tau FedProc FedCL"),
-        ("fedrcl-table-1", "mining"),
+        ("fedrcl-table-1", "mining 1.59 1.62"),
+        ("fedrcl-table-c", "biases 1x1_stem grouped"),
+        ("fedintr-table-3", "decay"),
         ("fedrcl-table-[12345bcd] fedrcl-figure-*", "sequential"),
         ("fedcka-table-3 fedcka-figure-6", "mu_=_3"),
         ("fedcka-table-3", "Frobenius negative_mean_square cache-mb"),
@@ -604,9 +610,11 @@ def test_scales_shrink_by_their_stated_factors():
         # 50,000 / 20 / 10 = 250 samples: 2 steps; 40 rounds are all the paper's: 5 epochs
         ({"preset": "fedcka-table1-cifar100"}, 40),
         # four fifths of 60,000 / 20 / 50 samples in batches of 64: 1 step, 2 epochs
-        ({"preset": "fedreco-table1-fmnist"}, 200),
+        ({"preset": "fedreco-lenet-table1-fmnist"}, 200),
+        # 70 % of 70,000 / 20 / 50 samples, test images among them, in batches of 48: 2 steps
+        ({"preset": "fedreco-table1-fmnist"}, 100),
         # of unknown size: a twentieth
-        ({"preset": "fedreco-table1-fmnist", "source": "folder:/data/mine"}, 25),
+        ({"preset": "fedreco-lenet-table1-fmnist", "source": "folder:/data/mine"}, 25),
         ({"preset": "fedrcl-table1-cifar10", "source": "folder:/data/mine"}, 200),
     ],
 )
@@ -746,7 +754,7 @@ def test_what_the_papers_time_is_timed_without_the_cache_and_with_it_and_judged_
 @pytest.mark.parametrize(
     ("recipe", "row", "scale", "every"),
     [
-        ("fedreco-table-1", "FedAvg-FT", "paper", 500),
+        ("fedreco-table-1", "FedAvg-FT", "paper", 501),
         ("fedreco-table-1", "FedBABU", "hour", 100),
         ("fedreco-table-1", "FedRep", "paper", 1),  # keeps its head: nothing is tuned
         ("fedreco-figure-3a", "FedAvg-FT", "paper", 1),  # curves
@@ -848,16 +856,16 @@ def first_claim(name: str, start: str, scale: str, changes: Keys) -> JudgedClaim
         ),
         # 60,000 * 0.8 / 50 / 64: an epoch is 15 steps
         (
-            *("fedreco-table-1", "FedReCo above FedAvg in Fashion-MNIST", "paper"),
+            *("fedreco-lenet-table-1", "FedReCo above FedAvg in Fashion-MNIST", "paper"),
             *({"fedreco.k-u": "1 step", "fedreco.k-v": "1 step"}, "7%"),
         ),
         (
-            *("fedreco-table-1", "FedReCo above FedAvg in Fashion-MNIST", "paper"),
+            *("fedreco-lenet-table-1", "FedReCo above FedAvg in Fashion-MNIST", "paper"),
             *({"fedreco.k-u": "15 steps"}, None),
         ),
         # which epochs that it does not train do not make up for
         (
-            *("fedreco-table-1", "FedReCo above FedAvg in Fashion-MNIST", "paper"),
+            *("fedreco-lenet-table-1", "FedReCo above FedAvg in Fashion-MNIST", "paper"),
             *({"num-rounds": 250, "local-epochs": 4}, "50%"),
         ),
         # without a round: from the one at which the paper reads it

@@ -161,8 +161,8 @@ def test_a_recipe_that_departs_from_its_paper_is_not_called_the_papers_setting(r
     assert setting.endswith(f"; {remark}.")
     content = json.loads(table(report, "fedcka", "json"))
     assert content["remark"] == remark
-    whole = Section(load_recipe("fedreco-table-1"), None, "", {}, [])
-    assert whole.deviation.startswith("Not the paper's setting: eta_0 was chosen")
+    whole = Section(load_recipe("fedreco-lenet-table-1"), None, "", {}, [])
+    assert whole.deviation.startswith("Not the paper's setting: guessed settings")
     claim = SimpleNamespace(verdict="reproduced", remarks="after 2 of 3 seeds", seeds=2)
     assert whole.verdict(claim) == f"reproduced; after 2 of 3 seeds; {whole.recipe.remark}"
     not_run = SimpleNamespace(verdict="not tested", remarks="", seeds=0)
