@@ -1,18 +1,8 @@
 """`flower-superexec` for a client: ClientApp processes that start at once.
 
-Replaces: `get_executor` in the executor's loop. Why: Flower starts a Python for every message,
-which imports Flower again, a second of CPU. Here the executor has Flower imported and forks: still
-one process for each message. The child takes Keel's code from the run's app. Public way: none; the
-kinds of executor are fixed in Flower.
-
-A ServerApp is started as `keel.deployment.serverapp`, and the executor sends its first
-heartbeat. Why: if none arrives within 30 seconds, the SuperLink lets another ServerApp start, and
-on a busy machine each takes longer. Both kinds of process install the run's app only if it is
-whole: app_install.py.
-
-Replaces `make_simple_http_retry_invoker` there. Why: at a SuperLink that hangs, Flower's executor
-ends, and the ServerApp with it. And where a secret is refused, it ends without a word. Public way:
-none.
+What replaces a part of Flower says which, and why; `main` puts it in place. Public way: none. Both
+kinds of process, ClientApps and ServerApps, install the run's app only if it is whole:
+app_install.py.
 """
 
 import os
@@ -46,7 +36,14 @@ from protocol.text import in_one_line
 
 
 class ForkingExecutor(SubprocessExecutor):
-    """Runs ClientApps in forks of this process, which has no threads; the rest as Flower's."""
+    """Runs ClientApps in forks of this process, which has no threads; the rest as Flower's.
+
+    Replaces what `get_executor` returns in the executor's loop. Why: Flower starts a Python for
+    every message, which imports Flower again, a second of CPU; the kinds of executor are fixed.
+    The child takes Keel's code from the run's app. A ServerApp is started as `keel.deployment
+    serverapp`, and the executor sends its first heartbeat: if none arrives within 30 seconds, the
+    SuperLink lets another ServerApp start, and on a busy machine each takes longer.
+    """
 
     def launch(self, spec: ExecutionSpec) -> LaunchResult:
         """Start the process of one task."""
@@ -100,7 +97,7 @@ def send_heartbeat(spec: ExecutionSpec) -> None:
 
 def server_app_command(spec: ExecutionSpec) -> list[str]:
     """The command of a ServerApp's process."""
-    command = [sys.executable, "-m", "keel.deployment.serverapp"]
+    command = [sys.executable, "-m", "keel.deployment", "serverapp"]
     command += ["--runtime-api-address", spec.runtime_api_address, "--token", spec.token]
     if spec.insecure:
         command.append("--insecure")
@@ -143,7 +140,11 @@ def run_in_child(spec: ExecutionSpec) -> int:
 
 
 def executor_invoker() -> Any:
-    """Flower's retry invoker, which waits out time-outs and says that a secret is refused."""
+    """Flower's retry invoker, which waits out time-outs and says that a secret is refused.
+
+    Replaces `make_simple_http_retry_invoker`. Why: at a SuperLink that hangs, Flower's executor
+    ends, and the ServerApp with it; and where a secret is refused, it ends without a word.
+    """
     invoker = wait_out_time_outs(make_simple_http_retry_invoker())
     gives_up = invoker.should_giveup
 

@@ -1,38 +1,8 @@
 """`flower-superlink` that loses no message and no run to a lost answer or its own absence.
 
-Public way for any of these: none.
-
-Replaces `message_handler.pull_messages`. Why: Flower 1.39 counts a message as delivered when it
-answers the SuperNode's request. If that answer is lost (a cut cable, a killed SuperLink), the round
-waits for its whole timeout.
-
-A SuperNode handles one message at a time and confirms it on arrival, which removes the message from
-the object store. A SuperNode that asks for messages while one delivered to it is still in the store
-has therefore not received that one: it is delivered again, at most three times (and again after a
-restart), while its run is running and all its arrays are in the store.
-
-Replaces `runtime_handlers.pull_messages` and `confirm_message_received`. Why: Flower deletes a
-reply when it answers the ServerApp's request, and delivers one whose arrays are still being sent,
-for which the ServerApp then waits. Here a reply is delivered once it is complete, and again until
-the ServerApp confirms it.
-
-Replaces `validate_message` of `runtime_handlers`. Why: if messages have expired while the SuperLink
-was away, Flower answers the ServerApp with an error that looks like one of the SuperLink's own, and
-the ServerApp sends them again and again. Here they are refused, and it sends new ones.
-
-Replaces `message_handler.push_messages`. Why: Flower compares the node of a request with its key,
-but stores the message in it under any other node's name. Here a node replies in its own name only.
-
-Replaces `SqlLinkState`. Why: a SuperLink that was stopped, or away, for more than a minute fails
-every run and regards every node as gone. Here both have another minute to be heard once it is back.
-
-Replaces `GRPC_MAX_MESSAGE_LENGTH` of the Fleet API, 2 GiB. Why: the SuperLink holds a request in
-memory before it checks the key. No object of Flower's is larger than `MAX_OBJECT_BYTES`.
-
-Replaces `HEARTBEAT_PATIENCE` of tasks. Why: Flower ends the run of a ServerApp that was stopped for
-a minute. Here it has three.
-
-Needs `--database`: with any other state, this is Flower's SuperLink.
+Each function and class that replaces one of Flower's says which, and why; `main` puts them in
+place. Public way for any of them: none. They need `--database`: with any other state, this is
+Flower's SuperLink.
 """
 
 import logging
@@ -81,7 +51,12 @@ from flower_adapter.objects import is_complete
 log = logging.getLogger("keel.superlink")
 max_redeliveries = 3  # of one message: one that never arrives whole must not block its node
 patience_s = float(HEARTBEAT_PATIENCE * HEARTBEAT_DEFAULT_INTERVAL)
-task_patience = 3 * HEARTBEAT_PATIENCE  # heartbeats that a ServerApp may miss
+# Replaces `HEARTBEAT_PATIENCE` of tasks: heartbeats that a ServerApp may miss. Why: Flower ends the
+# run of a ServerApp that was stopped for a minute. Here it has three.
+task_patience = 3 * HEARTBEAT_PATIENCE
+# Replaces `GRPC_MAX_MESSAGE_LENGTH` of the Fleet API, 2 GiB. Why: the SuperLink holds a request in
+# memory before it checks the key. No object of Flower's is larger than `MAX_OBJECT_BYTES`.
+max_request_bytes = 2 * MAX_OBJECT_BYTES
 min_absence_s = 10.0  # without a request: SuperNodes ask every few seconds
 pull_messages = message_handler.pull_messages
 push_messages = message_handler.push_messages
@@ -90,9 +65,16 @@ confirm_reply = runtime_handlers.confirm_message_received
 
 
 class Redelivery:
-    """Makes undelivered messages new again.
+    """Delivers a message again that did not reach its node.
 
-    counts: redeliveries by message. A restart may forget them.
+    `pull_messages` replaces that of `message_handler`. Why: Flower 1.39 counts a message as
+    delivered when it answers the SuperNode's request. If that answer is lost (a cut cable, a killed
+    SuperLink), the round waits for its whole timeout.
+
+    A SuperNode handles one message at a time and confirms it on arrival, which removes the message
+    from the object store. A SuperNode that asks for messages while one delivered to it is still in
+    the store has therefore not received that one: it is delivered again, at most three times (and
+    again after a restart), while its run is running and all its arrays are in the store.
     """
 
     def __init__(self) -> None:
@@ -135,7 +117,11 @@ def unanswered(node: int, state: SqlLinkState) -> dict[str, int]:
 
 
 def push_own(request: PushMessagesRequest, state: LinkState) -> PushMessagesResponse:
-    """As Flower's, for the node's own replies. ValueError for a message of another node."""
+    """As Flower's, for the node's own replies. ValueError for a message of another node.
+
+    Replaces `message_handler.push_messages`. Why: Flower compares the node of a request with its
+    key, but stores the message in it under any other node's name.
+    """
     if any(m.metadata.src_node_id != request.node.node_id for m in request.messages_list):
         log.warning("node %d sent a message of another node: refused", request.node.node_id)
         raise ValueError("a SuperNode sends its own replies")
@@ -185,7 +171,12 @@ class ReplyState:
 def pull_complete_replies(
     request: PullAppMessagesRequest, state: LinkState, task: Task
 ) -> PullAppMessagesResponse:
-    """As Flower's, through a `ReplyState`."""
+    """As Flower's, through a `ReplyState`.
+
+    Replaces `runtime_handlers.pull_messages`. Why: Flower deletes a reply when it answers the
+    ServerApp's request, and delivers one whose arrays are still being sent, for which the ServerApp
+    then waits. Here a reply is delivered once it is complete, and again until it is confirmed.
+    """
     seen: Any = ReplyState(state) if isinstance(state, SqlLinkState) else state
     return pull_replies(request, seen, task)
 
@@ -193,7 +184,10 @@ def pull_complete_replies(
 def confirm_and_delete(
     request: ConfirmMessageReceivedRequest, state: LinkState, task: Task
 ) -> ConfirmMessageReceivedResponse:
-    """As Flower's, after the reply and its message are deleted, which `ReplyState` has kept."""
+    """As Flower's, after the reply and its message are deleted, which `ReplyState` has kept.
+
+    Replaces `runtime_handlers.confirm_message_received`, for `pull_complete_replies`.
+    """
     if isinstance(state, SqlLinkState):
         is_this = MessageRes.message_id == request.message_object_id
         with state.session() as session:
@@ -204,13 +198,21 @@ def confirm_and_delete(
 
 
 def errors_but_expiry(message: Message, is_reply_message: bool) -> list[str]:
-    """As Flower's `validate_message`; the state then refuses the message if it has expired."""
+    """As Flower's `validate_message`; the state then refuses the message if it has expired.
+
+    Replaces it in `runtime_handlers`. Why: if messages have expired while the SuperLink was away,
+    Flower answers the ServerApp with an error that looks like one of the SuperLink's own, and the
+    ServerApp sends them again and again. Refused, they are made anew.
+    """
     errors = validate_message(message, is_reply_message)
     return [error for error in errors if error != "Message TTL has expired"]
 
 
 class PatientLinkState(SqlLinkState):
     """Flower's state, in which nothing expires because of the SuperLink's own absence.
+
+    Replaces `SqlLinkState`. Why: a SuperLink that was stopped, or away, for more than a minute
+    fails every run and regards every node as gone. Here both have another minute to be heard.
 
     The methods below are those in which Flower lets tasks and nodes expire, and the one that a
     connected SuperNode calls all the time. seen_at: when this process was last seen at work.
@@ -270,5 +272,5 @@ def main() -> None:
     replace(linkstate_factory, "SqlLinkState", PatientLinkState, SqlLinkState)
     replace(sql_corestate, "HEARTBEAT_PATIENCE", task_patience, HEARTBEAT_PATIENCE)
     cli = sys.modules[flower_superlink.__module__]
-    replace(cli, "GRPC_MAX_MESSAGE_LENGTH", 2 * MAX_OBJECT_BYTES, GRPC_MAX_MESSAGE_LENGTH)
+    replace(cli, "GRPC_MAX_MESSAGE_LENGTH", max_request_bytes, GRPC_MAX_MESSAGE_LENGTH)
     flower_superlink()

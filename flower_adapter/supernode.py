@@ -1,19 +1,7 @@
 """`flower-supernode` that polls quickly and answers every message.
 
-Flower 1.39 has no option, and no public way, for any of these:
-
-- Replaces `time` in the client loop. Why: the SuperNode waits 3 s between two requests when there
-  was no message, and 0.5 s between two looks for a reply. Here, no wait is longer than $KEEL_POLL_S
-  (0.25).
-- Replaces `pull_objects`. Why: if a ServerApp is killed while it sends, its message lacks arrays,
-  and the SuperNode does nothing but wait for them for 3 minutes. Here it gives up after 30 s.
-- Replaces `InMemoryNodeState`. Why: if a ClientApp ends without a reply or with half of one (its
-  executor was stopped or killed), the SuperNode waits for it forever; here the message is answered
-  with an error. And after each message the SuperNode sends the replies it has, once: a left-over
-  reply is sent in place of the one that comes a little later, which then waits for the next
-  message. Here it waits for the message's own, complete reply and drops left-over ones.
-- Adds to the text of an exit code. Why: a SuperLink that refuses a second SuperNode with the key of
-  a connected one says *Failed to activate SuperNode*, and nothing else.
+What replaces a part of Flower says which, and why; `main` puts it in place. Public way: none, as
+Flower 1.39 has no option for any of it.
 """
 
 import functools
@@ -39,8 +27,14 @@ from flwr.supernode.nodestate.in_memory_nodestate import CLIENT_APP_CRASHED_ERRO
 from flower_adapter import replace
 from flower_adapter.objects import is_complete
 
+# Replaces `time` in the client loop. Why: the SuperNode waits 3 s between two requests when there
+# was no message, and 0.5 s between two looks for a reply. No wait is longer than $KEEL_POLL_S here.
 default_poll_s = 0.25
+# Replaces `pull_objects`. Why: if a ServerApp is killed while it sends, its message lacks arrays,
+# and the SuperNode does nothing but wait for them for 3 minutes.
 arrays_timeout_s = 30.0
+# Added to the text of an exit code. Why: a SuperLink that refuses a second SuperNode with the key
+# of a connected one says *Failed to activate SuperNode*, and nothing else.
 activation_hint = (
     "If the SuperLink knows the key but cannot activate the SuperNode, another SuperNode with this "
     "key is connected, or was until less than a minute ago: end that one, or give this one the key "
@@ -50,6 +44,12 @@ activation_hint = (
 
 class AnsweringNodeState(InMemoryNodeState):
     """A SuperNode's state in which a message has an answer once its task has ended.
+
+    Replaces `InMemoryNodeState`. Why: if a ClientApp ends without a reply or with half of one (its
+    executor was stopped or killed), the SuperNode waits for it forever; here it is answered with an
+    error. And after each message the SuperNode sends the replies it has, once: a left-over
+    reply is sent in place of the one that comes a little later, which then waits for the next
+    message. Here it waits for the message's own, complete reply and drops left-over ones.
 
     The SuperNode handles one message at a time: it creates the task, then stores the message.
     `message_id` and `task_id` are those of the newest message.

@@ -4,9 +4,10 @@ A failure here means that Flower changed: read its message, and the patch in flo
 """
 
 import ast
-import dataclasses
 import errno
 import functools
+import hashlib
+import importlib
 import inspect
 import os
 import shutil
@@ -16,28 +17,15 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import flwr.supernode.start_client_internal as client_loop
 import httpx
 import pytest
 from flwr.cli.build import build_fab_from_disk
 from flwr.cli.install import install_from_fab
-from flwr.server.superlink.fleet.grpc_rere import fleet_servicer
-from flwr.server.superlink.fleet.message_handler import message_handler
 from flwr.supercore.constant import TaskType
-from flwr.supercore.error import ApiErrorCode, FlowerError
-from flwr.supercore.exit import exit_handler
 from flwr.supercore.inflatable.inflatable_utils import pull_objects
-from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
-from flwr.supercore.state.schema.linkstate_models import MessageIns, MessageRes
-from flwr.supercore.superexec.executor.types import ExecutionSpec
-from flwr.superlink import main
-from flwr.superlink.servicer.runtime import runtime_handlers
-from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
-from flwr.supernode.runtime.run_clientapp import run_clientapp
 from source_fixtures import imports_of, write_newer_app
 
-import flower_adapter.superexec as superexec
-import flower_adapter.supernode as supernode
+from flower_adapter import serverapp, superexec, superlink, supernode
 from flower_adapter.app_install import install_whole
 from flower_adapter.superexec import ForkingExecutor
 from protocol.code import code_digest
@@ -54,17 +42,6 @@ packages = (
     "strategies",
 )
 public = ("flwr.app", "flwr.serverapp", "flwr.clientapp")  # and what lies below them
-
-
-def parameters(function):
-    return set(inspect.signature(function).parameters)
-
-
-def calls(module, name):
-    """How often a module's source calls this dotted name."""
-    tree = ast.parse(inspect.getsource(module))
-    found = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return found.count(name)
 
 
 def test_no_other_module_imports_flowers_internals():
@@ -87,39 +64,56 @@ def test_no_other_module_imports_flowers_internals():
     assert strangers == [], "import these through flower_adapter"
 
 
-def test_superlink():
-    for name in ("pull_messages", "push_messages"):
-        assert calls(fleet_servicer, f"message_handler.{name}") == 1
-    assert parameters(message_handler.pull_messages) == {"request", "state", "store"}
-    assert parameters(message_handler.push_messages) == {"request", "state"}
-    assert main._RUNTIME_HANDLERS is runtime_handlers, "the module that is patched"
-    for name in ("pull_messages", "confirm_message_received"):
-        assert parameters(getattr(runtime_handlers, name)) == {"request", "state", "task"}
-    assert calls(runtime_handlers, "state.delete_messages") == 2  # the second: a reply's own id
-    assert calls(runtime_handlers, "state.get_message_res") == 1
-    columns = set(MessageIns.__table__.columns.keys())
-    used = {"message_id", "run_id", "dst_node_id", "delivered_at", "created_at", "ttl"}
-    assert used <= columns, "columns of Flower's table of messages"
-    assert "reply_to_message_id" in MessageRes.__table__.columns
+# What each patch replaces or builds on, and the digest of its source in Flower 1.39.0. On another
+# version: read the change and the patch beside it, then note the new digest.
+PATCHED = {
+    # superlink.py: Redelivery, push_own
+    "flwr.server.superlink.fleet.message_handler.message_handler:pull_messages": "63c87f5e7a6ca054",
+    "flwr.server.superlink.fleet.message_handler.message_handler:push_messages": "0ff408f15ed2fec2",
+    "flwr.server.superlink.fleet.grpc_rere.fleet_servicer:FleetServicer": "06f286588871d2c6",
+    # superlink.py: pull_complete_replies, confirm_and_delete, errors_but_expiry
+    "flwr.superlink.servicer.runtime.runtime_handlers:pull_messages": "8c998d6d197c09e4",
+    "flwr.superlink.servicer.runtime.runtime_handlers:push_messages": "03b2ea647465c032",
+    "flwr.superlink.servicer.runtime.runtime_handlers:confirm_message_received": "ff47366421910371",
+    "flwr.server.utils.validator:validate_message": "c3328f0cf0b717da",
+    # superlink.py: PatientLinkState, task_patience
+    "flwr.server.superlink.linkstate.linkstate_factory:LinkStateFactory": "9a019d15600620f0",
+    "flwr.server.superlink.linkstate.sql_linkstate:SqlLinkState": "2d7ea6ae59befdd1",
+    "flwr.supercore.corestate.sql_corestate:SqlCoreState": "52e08e4359b11ed6",
+    # superlink.py: max_request_bytes; objects.py
+    "flwr.superlink.cli.flower_superlink": "b5345d2526c9fd7c",
+    "flwr.supercore.object_store.sql_object_store:SqlObjectStore": "4c553d469e5fb89c",
+    # supernode.py: default_poll_s, arrays_timeout_s, AnsweringNodeState
+    "flwr.supernode.start_client_internal": "9e59e28da0c191da",
+    "flwr.supercore.inflatable.inflatable_utils": "077b26d921aa8638",
+    "flwr.supernode.nodestate.nodestate_factory": "8bed5cbf8d91f4b0",
+    "flwr.supernode.nodestate.in_memory_nodestate:InMemoryNodeState": "1d3429f4ddd8f142",
+    # superexec.py: ForkingExecutor, executor_invoker; serverapp.py; app_install.py
+    "flwr.supercore.superexec.run_superexec": "c75d36b8bef1b6fb",
+    "flwr.supercore.superexec.executor:get_executor": "891abfc53747803d",
+    "flwr.supercore.superexec.executor.subprocess_executor:SubprocessExecutor": "9c58435eb28cd789",
+    "flwr.supercore.superexec.executor.types": "cabeeee83c44aae3",
+    "flwr.supercore.retry": "9e210e6cdb3bff10",
+    "flwr.supernode.runtime.run_clientapp": "5dd2e68b89b8e318",
+    "flwr.superlink.runtime.run_serverapp": "57f08c24d5d4fd00",
+    "flwr.cli.install:install_from_fab": "481bd04cde582322",
+    # flower_adapter: bound_pulls, bound_superlink_retries, on_process_exit, begin_task
+    "flwr.superlink.grid.http_grid": "0d9d37602a0b37e3",
+    "flwr.supercore.exit.exit_handler": "a13675bf24732586",
+    "flwr.supercore.task_identity": "5c6b5ac44068f7ca",
+    # registration.py
+    "flwr.server.superlink.fleet.message_handler.message_handler:activate_node": "e215802302460a91",
+    "flwr.supercore.control.control_http_client": "4e17a66697510419",
+}
 
 
-def test_supernode():
-    assert calls(client_loop, "time.sleep") == 3, "waits that $KEEL_POLL_S shortens"
-    assert calls(client_loop, "pull_objects") == 1
-    state = InMemoryNodeState(InMemoryObjectStore())
-    for name in ("lock_msg_store", "msg_store", "object_store", "time_store"):
-        assert hasattr(state, name), f"InMemoryNodeState.{name}"
-    for name in ("_store_error_replies", "delete_messages"):
-        assert hasattr(state, name), f"InMemoryNodeState.{name}"
-
-
-def test_superexec():
-    used = {"task_type", "runtime_dependency_install", "parent_pid", "runtime_api_address"}
-    used |= {"token", "insecure", "root_certificates_path", "task_id"}
-    assert used <= {field.name for field in dataclasses.fields(ExecutionSpec)}
-    given = {"runtime_api_address", "token", "insecure", "certificates", "parent_pid"}
-    assert parameters(run_clientapp) >= given
-    assert isinstance(exit_handler.registered_exit_handlers, list)
+@pytest.mark.parametrize("name", PATCHED)
+def test_what_a_patch_rests_on_is_as_in_flower_1_39(name):
+    module, _, attribute = name.partition(":")
+    found = importlib.import_module(module)
+    source = inspect.getsource(getattr(found, attribute) if attribute else found)
+    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+    assert digest == PATCHED[name], f"{name} has changed: read its patch in flower_adapter"
 
 
 @pytest.fixture
@@ -131,6 +125,7 @@ def replaced(monkeypatch):
 
         def replace(where, name, replacement, expected):
             assert vars(where)[name] is expected, "another one in the installed Flower"
+            assert where.__name__ in {each.partition(":")[0] for each in PATCHED}
             made[name] = replacement
 
         main = functools.wraps(getattr(module, flowers))(lambda: None)
@@ -182,13 +177,17 @@ def test_a_serverapp_has_longer_to_start_than_the_superlink_s_30_seconds(monkeyp
     assert events == [["its command"], spec]
 
 
-def test_registration():
-    codes = ("FLEET_INVALID_HEARTBEAT_INTERVAL", "FLEET_NODE_ACTIVATION_FAILED")
-    for code in codes:
-        assert hasattr(ApiErrorCode, code), f"ApiErrorCode.{code}"
-    assert FlowerError.from_json("no JSON") is None
-    activate = inspect.getsource(fleet_servicer)
-    assert "InvalidHeartbeatIntervalError" in activate, "the refusal that the doctor asks for"
+@pytest.mark.parametrize(
+    ("module", "flowers"),
+    [
+        (superexec, "flower_superexec"),
+        (superlink, "flower_superlink"),
+        (supernode, "flower_supernode"),
+        (serverapp, "flwr_serverapp"),
+    ],
+)
+def test_what_a_process_replaces_is_as_in_flower_1_39(replaced, module, flowers):
+    assert replaced(module, flowers)
 
 
 # --- installed apps -------------------------------------------------------------------------------
