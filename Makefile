@@ -15,9 +15,8 @@ export RAY_worker_niceness = 0
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION = 1
 export FLWR_TELEMETRY_ENABLED ?= 0
 
-.PHONY: help env demo check test test-all test-slow test-deployment test-cluster wheel-smoke coverage lint \
-  bench bench-gpu docs clean \
-  credentials register image deploy-server deploy-client deploy-local end-server end-client end-local doctor
+.PHONY: help env demo check test test-all test-slow test-deployment test-cluster coverage bench bench-gpu docs \
+  image register deploy-server deploy-client end-server end-client clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /: /'
 
@@ -61,18 +60,10 @@ test-deployment: $(READY)  ## network namespaces and containers; as root, instal
 test-cluster: $(READY)  ## two Ray nodes in network namespaces: as root, with iproute2 and util-linux
 	$(PYTEST) -m cluster --timeout 3600 -rs
 
-wheel-smoke: $(READY)  ## build the wheel and use it from an empty directory
-	$(PYTEST) tests/end_to_end/test_wheel.py
-
 coverage: $(READY)  ## line coverage of client_app, strategies and server_app; files under 90 %
 	$(PYTEST) --numprocesses $(WAITING_JOBS) -m 'not slow and not deployment and not cluster' --cov --cov-report=
 	@$(BIN)/python -m coverage report
 	@echo 'Under 90 %:'; $(BIN)/python -m coverage report | awk '/\.py/ && $$NF + 0 < 90 {print "  " $$1, $$NF}'
-
-lint: $(READY)  ## ruff and mypy
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 
 # --- benchmarks and documentation ------------------------------------------------------------
 bench: $(READY)  ## speed, as ratios against bare loops and FedAvg: bench.json, bench.md
@@ -103,10 +94,6 @@ UP = up -d --force-recreate
 SERVER = $(COMPOSE) -p keel-server -f docker/compose.server.yml
 CLIENT = $(COMPOSE) -p "keel-$$(echo '$(KEEL_CLIENT)' | tr A-Z. a-z-)" -f docker/compose.client.yml
 
-credentials: $(READY)  ## CA, certificate and keys: NAMES="fl.example.org 10.0.0.1" CLIENTS="site-a site-b"
-	$(BIN)/python -m keel deploy credentials --folder '$(CREDENTIALS)' \
-	  $(foreach name,$(NAMES),--name '$(name)') $(foreach client,$(CLIENTS),--client '$(client)')
-
 image:  ## the container image, from BASE (python:3.12.11-slim-bookworm), with PIP_OPTIONS, CONSTRAINTS
 	docker build -f docker/Dockerfile -t $(KEEL_IMAGE) \
 	  $(if $(BASE),--build-arg BASE='$(BASE)') $(if $(PIP_OPTIONS),--build-arg PIP_OPTIONS='$(PIP_OPTIONS)') \
@@ -120,15 +107,16 @@ deploy-server:  ## SuperLink and ServerApp executor on this machine; variables: 
 	$(SERVER) $(UP)
 
 register: export KEEL_CREDENTIALS ?= $(CURDIR)/$(CREDENTIALS)/server
-register:  ## the clients' keys with the SuperLink on this machine
-	$(SERVER) exec -T superlink \
-	  python -m keel deploy register --credentials /credentials --wait 120
+register:  ## sites with the SuperLink on this machine: REQUESTS="site-a.pub site-b.pub"
+	@$(foreach file,$(REQUESTS),$(call there,$(abspath $(file)),-f,file) &&) true
+	$(if $(REQUESTS),cat $(REQUESTS) |) $(SERVER) exec -T superlink \
+	  python -m keel deploy register --credentials /credentials --wait 120 $(if $(REQUESTS),-)
 
 deploy-client: export KEEL_CREDENTIALS ?= $(CURDIR)/$(CREDENTIALS)/$(KEEL_CLIENT)
 deploy-client:  ## one client on this machine; variables: docs/environment.md
 	@$(foreach name,KEEL_CLIENT KEEL_SERVER KEEL_DATA,[ '$($(name))' ] || \
 	  { echo '$(name) is not set; see docs/environment.md'; exit 1; };)
-	@$(call there,$(KEEL_CREDENTIALS)/executor.secret,-f,file)
+	@$(foreach name,executor.secret ca.pem,$(call there,$(KEEL_CREDENTIALS)/$(name),-f,file) &&) true
 	@$(call there,$(KEEL_DATA),-d,directory)
 	@for name in $$(env | sed -n 's/^\(export\)\{0,1\} *\(KEEL_PRIVACY_[^ =:]*\) *[=:] *[^ ].*/\2/p' \
 	    - $(wildcard .env docker/.env)); do \
@@ -144,23 +132,6 @@ end-server:  ## stop what deploy-server started; its volumes stay
 end-client:  ## stop what deploy-client started, of KEEL_CLIENT; its volumes stay
 	@[ '$(KEEL_CLIENT)' ] || { echo 'KEEL_CLIENT is not set; see docs/environment.md'; exit 1; }
 	KEEL_CLIENT='$(KEEL_CLIENT)' KEEL_SERVER=- KEEL_DATA=/ $(CLIENT) down
-
-LOCAL = $(COMPOSE) -p keel-local -f docker/compose.local.yml
-deploy-local: export KEEL_CREDENTIALS ?= $(CURDIR)/$(CREDENTIALS)/local
-deploy-local: $(READY)  ## a server and three clients on this machine, to try
-	$(BIN)/python -m keel deploy credentials --folder '$(KEEL_CREDENTIALS)' --name superlink \
-	  --client client-0000,client-0001,client-0002
-	$(give_secrets) '$(KEEL_CREDENTIALS)'
-	$(LOCAL) up -d superlink serverapp
-	$(LOCAL) exec -T superlink \
-	  python -m keel deploy register --credentials /credentials --wait 120
-	$(LOCAL) up -d
-
-end-local:  ## stop what deploy-local started; its volumes stay
-	$(LOCAL) down
-
-doctor: $(READY)  ## what is wrong: ARGS="client --credentials credentials/site-a --fleet fl.example.org:9092"
-	$(BIN)/python -m keel doctor $(ARGS)
 
 clean:  ## remove the environment and caches; runs under ~/.keel stay
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage

@@ -5,23 +5,27 @@ codes). Public way: none without starting a SuperNode. The request is an activat
 interval of 0 the SuperLink has to refuse; it looks for the key first, so the error code tells which
 of the two it refused.
 
-`register_keys` and `registered_nodes` use the client of the Control API that is behind `flwr
+`register_key` and `registered_nodes` use the client of the Control API that is behind `flwr
 supernode register` and `list`. Why: those commands do not say which node has which key.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 
 import grpc
 import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_ssh_public_key,
+)
 from flwr.client.grpc_rere_client.node_auth_client_interceptor import NodeAuthClientInterceptor
 from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest
 from flwr.proto.fleet_pb2 import ActivateNodeRequest
 from flwr.proto.fleet_pb2_grpc import FleetStub
-from flwr.supercore.constant import NodeStatus
 from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.grpc import create_channel
@@ -29,7 +33,7 @@ from flwr.supercore.interceptors import (
     RuntimeVersionClientInterceptor,
     RuntimeVersionHttpInterceptor,
 )
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from flwr.supercore.primitives.asymmetric import bytes_to_public_key, public_key_to_bytes
 
 
 class Registration(Enum):
@@ -75,61 +79,40 @@ def registration_of(
     return Registration.REFUSED, details
 
 
-def register_keys(
-    address: str, ca: bytes, public_keys: Mapping[str, bytes]
-) -> dict[str, tuple[int, bool]]:
-    """By client name, the node id of its key and whether this call registered it.
+@dataclass(frozen=True)
+class RegisteredNode:
+    """A node of a SuperLink: its client's name, "" if it has none, and key, in OpenSSH's format.
 
-    address: of the SuperLink's HTTP API. public_keys: by client name, in OpenSSH's format. Keys
-    that the SuperLink knows are left alone. A key that was unregistered, which no SuperLink accepts
-    again, is left out. ValueError for an invalid key, or one that two names share.
+    status: "online", "offline", "registered" for one that has never connected, or "unregistered",
+    whose key is never accepted again.
     """
-    keys = names_by_key(public_keys)
+
+    node_id: int
+    name: str
+    key: str
+    status: str
+
+
+def registered_nodes(address: str, ca: bytes) -> list[RegisteredNode]:
+    """The nodes that the SuperLink at this HTTP API knows, also unregistered ones."""
     with control_client(address, ca) as client:
-        listed = client.ListNodes(ListNodesRequest()).nodes_info
-        known = {n.public_key: n.node_id for n in listed}
-        removed = {n.public_key for n in listed if n.status == NodeStatus.UNREGISTERED}
-        nodes = {}
-        for key_bytes, name in keys.items():
-            if key_bytes in removed:
-                continue
-            is_new = key_bytes not in known
-            if is_new:
-                request = RegisterNodeRequest(public_key=key_bytes, name=name)
-                known[key_bytes] = client.RegisterNode(request).node_id
-            nodes[name] = known[key_bytes], is_new
-        return nodes
-
-
-def registered_nodes(
-    address: str, ca: bytes, public_keys: Mapping[str, bytes]
-) -> list[tuple[int, str, str]]:
-    """(node id, client name, status) of each registered node; "" if its key is of no client.
-
-    status: "online", "offline", or "registered" for one that has never connected. Arguments as for
-    `register_keys`. Changes nothing.
-    """
-    names = names_by_key(public_keys)
-    with control_client(address, ca) as client:
-        listed = client.ListNodes(ListNodesRequest()).nodes_info
         return [
-            (node.node_id, names.get(node.public_key, ""), node.status)
-            for node in listed
-            if node.status != NodeStatus.UNREGISTERED
+            RegisteredNode(node.node_id, node.name, openssh(node.public_key), node.status)
+            for node in client.ListNodes(ListNodesRequest()).nodes_info
         ]
 
 
-def names_by_key(public_keys: Mapping[str, bytes]) -> dict[bytes, str]:
-    """Key, in a SuperLink's form, to client name. ValueError for an invalid or a shared key."""
-    keys: dict[bytes, str] = {}
-    for name, text in public_keys.items():
-        key = load_ssh_public_key(text)
-        if not isinstance(key, ec.EllipticCurvePublicKey):
-            raise ValueError(f"client {name}: expected an ECDSA key")
-        other = keys.setdefault(public_key_to_bytes(key), name)
-        if other != name:
-            raise ValueError(f"clients {other} and {name} have the same key: make one for each")
-    return keys
+def register_key(address: str, ca: bytes, name: str, key: str) -> None:
+    """Register a client's public key, in OpenSSH's format, that the SuperLink does not know."""
+    public = load_ssh_public_key(key.encode())
+    assert isinstance(public, ec.EllipticCurvePublicKey)
+    with control_client(address, ca) as client:
+        client.RegisterNode(RegisterNodeRequest(public_key=public_key_to_bytes(public), name=name))
+
+
+def openssh(key: bytes) -> str:
+    """A public key in a SuperLink's form, in OpenSSH's."""
+    return bytes_to_public_key(key).public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
 
 
 @contextmanager

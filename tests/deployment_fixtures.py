@@ -1,6 +1,10 @@
 """Shared by the tests of the doctor's checks and of deployments."""
 
+import contextlib
+import socket
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from run_fixtures import SMALL, wait_until
@@ -28,6 +32,31 @@ class QuietLoopback(Loopback):
     def environment(self, owner: str) -> dict[str, str]:
         slower = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.3", "KEEL_POLL_S": "0.5"}
         return super().environment(owner) | slower
+
+
+@contextlib.contextmanager
+def refusing_proxy() -> Iterator[tuple[dict[str, str], list[bytes]]]:
+    """(Variables that name a proxy which refuses everything, what it was asked)."""
+    asked: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.2)
+        stop = threading.Event()
+
+        def refuse() -> None:
+            while not stop.is_set():
+                with contextlib.suppress(OSError):
+                    connection, _ = listener.accept()
+                    with connection:
+                        asked.append(connection.recv(200))
+                        connection.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
+
+        thread = threading.Thread(target=refuse)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+        yield dict.fromkeys(names, url), asked
+        stop.set()
+        thread.join()
 
 
 def result(findings):

@@ -19,7 +19,8 @@ def credentials(
         typer.Option(help="DNS name or IP address of the server; repeat it, or use commas."),
     ] = None,
     client: Annotated[
-        list[str] | None, typer.Option(help="Name of a client; repeat it, or use commas.")
+        list[str] | None,
+        typer.Option(help="For a trial: name of a client; repeat it, or use commas."),
     ] = None,
     folder: Annotated[Path, typer.Option(help="Directory to write them to.")] = Path("credentials"),
     days: Annotated[
@@ -30,41 +31,62 @@ def credentials(
         bool, typer.Option("--renew", help="Replace the server's certificate; keep all keys.")
     ] = False,
 ) -> None:
-    """Make a CA, the server's certificate and a key pair for each client.
+    """Make a CA and the server's certificate; for a trial, also keys of clients.
 
-    Existing files are never overwritten: run it again with more clients to add them. With --renew,
-    the server gets a new certificate from the same CA for the same key.
+    In a federation each site makes its own key, with `keel deploy key`. Existing files are never
+    overwritten. With --renew, the server gets a new certificate from the same CA for the same key.
 
-    Example: keel deploy credentials --name fl.example.org --client site-a --client site-b
+    Example: keel deploy credentials --name fl.example.org
     """
     from keel.deployment.credentials import make_credentials
     from keel.deployment.credentials import renew as renew_certificate
 
     if renew:
         if client:
-            raise ValueError("--renew with --client: make keys for new clients without --renew")
+            raise ValueError("--renew with --client: make keys of clients without --renew")
         print("\n".join(renew_certificate(folder, split(name), days)))
         return
     print("\n".join(make_credentials(folder, split(name), split(client), days)))
 
 
 @app.command()
+def key(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The site's name as a client.")],
+    folder: Annotated[Path, typer.Option(help="Its parent directory.")] = Path("credentials"),
+) -> None:
+    """At a site: make its key, which never leaves it, and the request to be registered.
+
+    Send the request, NAME.pub, to the server's operator, and read the fingerprint out by telephone.
+
+    Example: keel deploy key site-a
+    """
+    from keel.deployment.keys import make_key
+
+    print("\n".join(make_key(folder / name, name)))
+
+
+@app.command()
 def register(
+    requests: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[REQUEST ...]", help="NAME.pub of sites; -: standard input."),
+    ] = None,
     folder: Annotated[
         Path, typer.Option("--credentials", help="The server's credentials directory.")
     ] = Path("credentials/server"),
     superlink: Annotated[str, typer.Option(help="HOST:PORT of its HTTP API.")] = "localhost:8000",
     wait: Annotated[float, typer.Option(help="Seconds to wait for the SuperLink to start.")] = 0.0,
 ) -> None:
-    """Register the clients' public keys with a SuperLink, and record whose they are.
+    """At the server: register sites from their requests; list the clients that are registered.
 
-    Keys that are registered already are left alone. Names and node ids are written to
-    $KEEL_CLIENT_REGISTRY, or to clients.json in the credentials directory; the ServerApp reads the
-    clients' names from there.
+    Compare each fingerprint with its site by telephone. Clients' names, keys and node ids are
+    written to $KEEL_CLIENT_REGISTRY, or to clients.json in the credentials directory; the ServerApp
+    reads the clients' names from there.
     """
     from keel.deployment.register import register as register_keys
 
-    print("\n".join(register_keys(folder, superlink, wait)) or f"no keys in {folder / 'clients'}")
+    lines = register_keys(folder, superlink, wait, requests or ())
+    print("\n".join(lines) or "no client is registered")
 
 
 @app.command()

@@ -8,7 +8,7 @@ from typing import Annotated
 import click
 import typer
 
-from keel.deployment.findings import Finding
+from keel.deployment.doctor import Finding
 from protocol.text import num_of
 
 app = typer.Typer(add_completion=False)
@@ -31,7 +31,7 @@ def doctor(ctx: typer.Context) -> None:
     Keel's cache, as a run would.
     """
     if ctx.invoked_subcommand is None:
-        from keel.deployment.checks_runtime import check_simulation
+        from keel.deployment.doctor_runtime import check_simulation
 
         report(check_simulation())
 
@@ -58,9 +58,8 @@ def client(
     apply only to a machine without containers: containers define their own.
     """
     from client_app.worker_client import default_socket
-    from keel.deployment.checks_containers import check_containers
-    from keel.deployment.checks_host import check_client
-    from keel.deployment.checks_runtime import check_runtime
+    from keel.deployment.doctor import check_client, check_containers
+    from keel.deployment.doctor_runtime import check_runtime
     from protocol.code import code_digest
 
     def findings() -> Iterable[Finding]:
@@ -80,8 +79,7 @@ def client(
         options = ["--code", code_digest()]
         for name, value in (("classes", classes), ("model", model), ("device", device)):
             options += [f"--{name}", value] if value else []
-        unused = [f"--{n}" for n, value in (("source", source), ("worker", worker)) if value]
-        yield from check_containers("client", options, unused, lambda: inner)
+        yield from check_containers("client", options, lambda: inner)
 
     report(findings())
 
@@ -95,9 +93,8 @@ def server(
     code: Code = "",
 ) -> None:
     """Check a server's machine: files, clock, port, clients, then the environment of its code."""
-    from keel.deployment.checks_containers import check_containers
-    from keel.deployment.checks_host import check_server
-    from keel.deployment.checks_runtime import check_runtime
+    from keel.deployment.doctor import check_containers, check_server
+    from keel.deployment.doctor_runtime import check_runtime
     from protocol.code import code_digest
 
     def findings() -> Iterable[Finding]:
@@ -106,7 +103,7 @@ def server(
             yield from inner
             return
         yield from check_server(*required(credentials, fleet), superlink)
-        yield from check_containers("server", ["--code", code_digest()], [], lambda: inner)
+        yield from check_containers("server", ["--code", code_digest()], lambda: inner)
 
     report(findings())
 

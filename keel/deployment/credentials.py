@@ -1,25 +1,19 @@
-"""Credentials of a federation: a CA, the server's certificate, one key pair for each client.
+"""Credentials of a federation: a CA and the server's certificate; for a trial, clients' keys too.
 
     credentials/ca/          ca.key  ca.pem         stays where it was made
     credentials/server/      ca.pem  server.pem  server.key  executor.secret    for the server
-                             clients/site-a.pub  clients/site-b.pub             to register
-    credentials/site-a/      ca.pem  client.key  client.pub  executor.secret    for that client
+    credentials/site-a/      of a client, see keys.py
 
-Private files are readable by their owner only (0600). Existing files are never overwritten, so
-clients can be added later; `renew` replaces the server's certificate, and no key. Refused are a
-server certificate for other names or of another CA than the one in `ca`, a client whose public key
-differs from the server's copy, and a private file without its public half.
+Private files are for their owner alone (0600). Existing files are never overwritten; `renew`
+replaces the server's certificate, and no key.
 """
 
 import datetime
-import errno
-import functools
 import ipaddress
-import os
 import re
-import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from cryptography import x509
@@ -30,76 +24,110 @@ from cryptography.hazmat.primitives.serialization import (
     Encoding,
     NoEncryption,
     PrivateFormat,
-    PublicFormat,
     load_pem_private_key,
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from protocol.files import STATE_FILE, part_of, remove_parts, write_atomically
+from keel.deployment.keys import check_client_names, make_key, new_secret, write_new
+from protocol.files import write_atomically
 
 default_names = ("localhost", "127.0.0.1", "superlink")  # health check; the name under compose
-reserved_names = ("ca", "server", "local")  # the last: of `make deploy-local`
-client_name = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-key_usages = (  # every argument of x509.KeyUsage
-    "digital_signature",
-    "content_commitment",
-    "key_encipherment",
-    "data_encipherment",
-    "key_agreement",
-    "key_cert_sign",
-    "crl_sign",
-    "encipher_only",
-    "decipher_only",
-)
+usages = ["key_encipherment", "data_encipherment", "key_agreement", "encipher_only"]
+usages += ["digital_signature", "content_commitment", "decipher_only"]  # none is a CA's
 backdated = datetime.timedelta(hours=1)  # for clocks that are behind
 min_validity = datetime.timedelta(days=30)  # of a certificate, before it is warned about
-without_links = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # of a file system such as FAT
 new_ca = (
-    "make a new authority and copy its ca.pem to all machines (docs/how-to/deployment.md, step 1)"
+    "make a new authority and copy its ca.pem to all machines (docs/how-to/deployment.md, "
+    "Certificates)"
 )
 certificate_options = ("--ssl-certfile", "--ssl-ca-certfile", "--root-certificates")  # of Flower
 
 
-def write_new(path: Path, content: bytes, *, private: bool) -> None:
-    """Write a new file, whole or not at all; FileExistsError if it exists."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
-    remove_parts(path.parent)
-    mode = 0o600 if private else 0o644
-    # under another name: the next call would accept what a kill leaves of the file
-    part = part_of(path)
-    try:
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            os.link(part, path)  # unlike a rename, replaces no file
-        except OSError as error:
-            if error.errno not in without_links:
-                raise
-            if os.path.lexists(path):
-                raise OSError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
-            part.rename(path)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        part.unlink(missing_ok=True)
+def make_credentials(
+    folder: Path, names: Sequence[str], clients: Sequence[str] = (), days: int = 825
+) -> list[str]:
+    """Make what is missing in `folder`: CA, server's certificate, keys of clients; the new files.
 
-
-def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """The key as PEM (PKCS 8), unencrypted."""
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-
-
-def common_name(name: str) -> x509.Name:
-    """A subject with a common name only, cut to the 64 characters that X.509 allows.
-
-    It is shown, and not verified: a server's names are its alternative names.
+    names: of the server, in its certificate. days: validity of that certificate. ValueError, before
+    anything is written, for a name that cannot be used, or that an existing certificate lacks.
     """
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
+    ca, server = folder / "ca", folder / "server"
+    check_client_names(clients)
+    all_names = list(dict.fromkeys([*names, *default_names]))
+    for name in all_names:
+        general_name(name)
+    certificate = server / "server.pem"
+    if certificate.exists():
+        if missing := set(names) - set(certificate_names(certificate)):
+            raise ValueError(
+                f"{certificate} is not for {', '.join(sorted(missing))}: add them with --renew"
+            )
+    elif not names:
+        raise ValueError(
+            "no server names: pass the names or addresses that clients connect to, such as "
+            "--name fl.example.org"
+        )
+    folder.mkdir(parents=True, exist_ok=True, mode=0o755)  # `write_new` makes what is below it
+    before = set(folder.rglob("*"))
+    if not certificate.exists():
+        make_server_credentials(ca, server, all_names, days)
+    if not (secret := server / "executor.secret").exists():
+        write_new(secret, new_secret(), private=True)
+    for name in clients:
+        make_key(folder / name, name)
+        if not (copy := folder / name / "ca.pem").exists():
+            write_new(copy, (server / "ca.pem").read_bytes(), private=False)
+    made = sorted(path for path in folder.rglob("*") if path not in before and path.is_file())
+    return [f"made  {path}" for path in made] or [f"nothing is missing in {folder}"]
 
 
-def certificate(
+def make_server_credentials(ca: Path, server: Path, names: Sequence[str], days: int) -> None:
+    """Write the server's key and certificate, signed by a new CA unless there is one."""
+    if not (ca / "ca.pem").exists():
+        make_ca(ca, 2 * days)
+    key = server / "server.key"
+    if not key.exists():
+        write_new(key, private_pem(ec.generate_private_key(ec.SECP384R1())), private=True)
+    if not (server / "ca.pem").exists():
+        write_new(server / "ca.pem", (ca / "ca.pem").read_bytes(), private=False)
+    # last: with it, the server's credentials are complete
+    signed = server_certificate(ca, load_key(key), names, days)
+    write_new(server / "server.pem", signed, private=False)
+
+
+def make_ca(folder: Path, days: int) -> None:
+    """Write ca.key, unless it is there, and ca.pem, which signs server certificates alone."""
+    if not (folder / "ca.key").exists():
+        pem = private_pem(ec.generate_private_key(ec.SECP384R1()))
+        write_new(folder / "ca.key", pem, private=True)
+    key = load_key(folder / "ca.key")
+    usage = x509.KeyUsage(**dict.fromkeys(usages, False), key_cert_sign=True, crl_sign=True)
+    signed = (
+        certificate_of("Keel CA", key.public_key(), common_name("Keel CA"), key, days)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .sign(key, hashes.SHA384())
+    )
+    write_new(folder / "ca.pem", signed.public_bytes(Encoding.PEM), private=False)
+
+
+def server_certificate(
+    ca: Path, key: ec.EllipticCurvePrivateKey, names: Sequence[str], days: int
+) -> bytes:
+    """A certificate of this key for these DNS names and IP addresses, signed by the CA, as PEM."""
+    ca_key, issuer = load_key(ca / "ca.key"), load_certificate(ca / "ca.pem").subject
+    alternatives = x509.SubjectAlternativeName([general_name(name) for name in names])
+    signed = (
+        certificate_of(names[0], key.public_key(), issuer, ca_key, days)
+        .add_extension(alternatives, critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .sign(ca_key, hashes.SHA384())
+    )
+    return signed.public_bytes(Encoding.PEM)
+
+
+def certificate_of(
     subject: str,
     public_key: ec.EllipticCurvePublicKey,
     issuer: x509.Name,
@@ -108,6 +136,7 @@ def certificate(
 ) -> x509.CertificateBuilder:
     """A certificate, valid from an hour ago until `days` from now, before its extensions."""
     now = datetime.datetime.now(datetime.UTC)
+    authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
     return (
         x509.CertificateBuilder()
         .subject_name(common_name(subject))
@@ -117,78 +146,16 @@ def certificate(
         .not_valid_before(now - backdated)
         .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()),
-            critical=False,
-        )
+        .add_extension(authority, critical=False)
     )
-
-
-def make_ca(folder: Path, days: int) -> None:
-    """Write ca.key and ca.pem, which sign server certificates and nothing else."""
-    key = ec.generate_private_key(ec.SECP384R1())
-    signs = {"key_cert_sign", "crl_sign"}
-    usage = x509.KeyUsage(**{name: name in signs for name in key_usages})
-    signed = (
-        certificate("Keel CA", key.public_key(), common_name("Keel CA"), key, days)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(usage, critical=True)
-        .sign(key, hashes.SHA384())
-    )
-    write_new(folder / "ca.key", private_pem(key), private=True)
-    write_new(folder / "ca.pem", signed.public_bytes(Encoding.PEM), private=False)
-
-
-def server_certificate(
-    ca: Path, key: ec.EllipticCurvePrivateKey, names: Sequence[str], days: int
-) -> bytes:
-    """A certificate of this key for these DNS names and IP addresses, signed by the CA, as PEM."""
-    ca_key = load_key(ca / "ca.key")
-    issuer = load_certificate(ca / "ca.pem").subject
-    signed = (
-        certificate(names[0], key.public_key(), issuer, ca_key, days)
-        .add_extension(
-            x509.SubjectAlternativeName([general_name(n) for n in names]), critical=False
-        )
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .sign(ca_key, hashes.SHA384())
-    )
-    return signed.public_bytes(Encoding.PEM)
-
-
-def load_certificate(path: Path) -> x509.Certificate:
-    """The certificate in a PEM file; ValueError if it is damaged."""
-    try:
-        return x509.load_pem_x509_certificate(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged or not a certificate: {error}") from error
-
-
-def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    """The key in a PEM file; ValueError if it is damaged or of another kind."""
-    try:
-        key = load_pem_private_key(path.read_bytes(), None)
-    except (ValueError, TypeError) as error:  # TypeError: it has a password
-        raise ValueError(f"{path} is damaged or not a key: {error}") from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ValueError(f"{path}: expected an ECDSA key, as `keel deploy credentials` makes")
-    return key
-
-
-def make_server_certificate(ca: Path, folder: Path, names: Sequence[str], days: int) -> None:
-    """Write server.key and server.pem, for these DNS names and IP addresses, signed by the CA."""
-    key = ec.generate_private_key(ec.SECP384R1())
-    write_new(folder / "server.key", private_pem(key), private=True)
-    write_new(folder / "server.pem", server_certificate(ca, key, names, days), private=False)
 
 
 def renew(folder: Path, names: Sequence[str] = (), days: int = 825) -> list[str]:
-    """Replace the server's certificate in `folder` by one valid for `days`, or as long as the
-    CA is; lines that say so.
+    """Replace the server's certificate by one valid for `days`, or as long as the CA is.
 
-    The CA, the server's key and the clients' keys stay, so no client changes anything. names: for
-    the certificate, beside those that it has. ValueError if the CA is not there or has expired.
+    The CA and all keys stay, so no client changes anything. names: for the certificate, beside
+    those that it has. Returns lines that say what to do. ValueError if the CA is not there, has
+    expired or did not sign the old certificate: all clients would refuse the new one.
     """
     ca, path = folder / "ca", folder / "server" / "server.pem"
     for needed in (ca / "ca.key", ca / "ca.pem", path, path.with_suffix(".key")):
@@ -196,15 +163,18 @@ def renew(folder: Path, names: Sequence[str] = (), days: int = 825) -> list[str]
             raise ValueError(
                 f"{needed} is missing: renew where `keel deploy credentials` ran, with its `ca`"
             )
-    last = load_certificate(ca / "ca.pem").not_valid_after_utc
+    authority, key = load_certificate(ca / "ca.pem"), load_key(path.with_suffix(".key"))
+    try:
+        load_certificate(path).verify_directly_issued_by(authority)
+    except (InvalidSignature, ValueError, TypeError):  # of a CA with another name, or key type
+        raise ValueError(f"{ca / 'ca.pem'} is not the CA of {path}: put that `ca` back") from None
+    last = authority.not_valid_after_utc
     left = (last - datetime.datetime.now(datetime.UTC)).days
     if left < 1:
         raise ValueError(f"{ca / 'ca.pem'} expired on {last:%Y-%m-%d}: {new_ca}")
-    check_issuer(path, ca / "ca.pem")
     all_names = list(dict.fromkeys([*certificate_names(path), *names]))
-    content = server_certificate(ca, load_key(path.with_suffix(".key")), all_names, min(days, left))
-    write_atomically(path, content)
-    until = x509.load_pem_x509_certificate(content).not_valid_after_utc
+    write_atomically(path, server_certificate(ca, key, all_names, min(days, left)))
+    until = load_certificate(path).not_valid_after_utc
     return [
         f"renewed  {path}  valid until {until:%Y-%m-%d}, for {', '.join(all_names)}",
         "copy it to the server, then restart the SuperLink there (`make deploy-server`)",
@@ -224,23 +194,64 @@ def certificate_problem(path: Path, now: datetime.datetime) -> str:
         return ""
     when = f"expired on {last:%Y-%m-%d}" if now > last else f"expires soon, on {last:%Y-%m-%d}"
     is_ca = found.issuer == found.subject
-    way_out = new_ca if is_ca else "`keel deploy credentials --renew`"
-    return f"{path} {when}: {way_out}"
+    return f"{path} {when}: {new_ca if is_ca else '`keel deploy credentials --renew`'}"
 
 
-def warn_of_certificates(words: Sequence[str]) -> None:
+def warn_of_certificates(words: Iterable[str]) -> None:
     """Print a line for each certificate in a Flower command that has expired or soon will."""
-    for index, word in enumerate(words):
-        option, equals, value = word.partition("=")
-        if option in certificate_options and (equals or index + 1 < len(words)):
+    split = [part for word in words for part in word.split("=", 1)]
+    for option, value in pairwise(split):
+        if option in certificate_options and Path(value).is_file():
             try:
-                problem = certificate_problem(
-                    Path(value if equals else words[index + 1]), datetime.datetime.now(datetime.UTC)
-                )
-            except (OSError, ValueError):  # Flower names the file
+                problem = certificate_problem(Path(value), datetime.datetime.now(datetime.UTC))
+            except ValueError:  # Flower names the file
                 continue
             if problem:
                 print(f"warning: {problem}", file=sys.stderr, flush=True)
+
+
+def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """The key as PEM (PKCS 8), unencrypted."""
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """The key in a PEM file; ValueError if it is damaged or of another kind."""
+    try:
+        key = load_pem_private_key(path.read_bytes(), None)
+    except (ValueError, TypeError) as error:  # TypeError: it has a password
+        raise ValueError(f"{path} is damaged or not a key: {error}") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ValueError(f"{path}: expected an ECDSA key, as `keel deploy credentials` makes")
+    return key
+
+
+def load_certificate(path: Path) -> x509.Certificate:
+    """The certificate in a PEM file; ValueError if it is damaged."""
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged or not a certificate: {error}") from error
+
+
+def certificate_names(path: Path) -> list[str]:
+    """The DNS names and IP addresses that a certificate is for."""
+    extensions = load_certificate(path).extensions
+    names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return [str(name.value) for name in names]
+
+
+def certificate_fingerprint(path: Path) -> str:
+    """The SHA-256 of a certificate, as `openssl x509 -fingerprint -sha256` prints it."""
+    return load_certificate(path).fingerprint(hashes.SHA256()).hex(":").upper()
+
+
+def common_name(name: str) -> x509.Name:
+    """A subject with a common name only, cut to the 64 characters that X.509 allows.
+
+    It is shown, and not verified: a server's names are its alternative names.
+    """
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
 
 
 def general_name(name: str) -> x509.GeneralName:
@@ -251,146 +262,3 @@ def general_name(name: str) -> x509.GeneralName:
         if not re.fullmatch(r"(\*\.)?[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*", name):
             raise ValueError(f"{name!r}: expected a DNS name or an IP address") from None
         return x509.DNSName(name)
-
-
-def certificate_names(path: Path) -> list[str]:
-    """The DNS names and IP addresses that a certificate is for."""
-    extensions = load_certificate(path).extensions
-    names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    return [str(name.value) for name in names]
-
-
-def check_issuer(server: Path, ca: Path) -> None:
-    """ValueError unless this CA signed the server's certificate.
-
-    Clients with another CA's ca.pem would refuse the server; after a renewal, all others would.
-    """
-    problem = "missing"
-    if ca.exists():
-        signed, authority = load_certificate(server), load_certificate(ca)
-        try:
-            signed.verify_directly_issued_by(authority)
-            return
-        except (InvalidSignature, ValueError, TypeError):  # of a CA with another name, or key type
-            problem = f"not the CA of {server}"
-    raise ValueError(
-        f"{ca} is {problem}: put the `ca` that signed {server.name} back (to add clients, its "
-        f"ca.pem is enough, which {server.parent} has too), or make new credentials in another "
-        "directory"
-    )
-
-
-def make_client_keys(folder: Path, name: str) -> None:
-    """Write client.key and client.pub: an ECDSA P-384 pair in OpenSSH's format, as Flower reads."""
-    key = ec.generate_private_key(ec.SECP384R1())
-    private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
-    public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
-    write_new(folder / "client.key", private, private=True)
-    write_new(folder / "client.pub", public + f" {name}\n".encode(), private=False)
-
-
-def refuse_half(private: Path, public: Path) -> None:
-    """ValueError if a private file is there without its public half, which is written last."""
-    if private.exists() and not public.exists():
-        raise ValueError(
-            f"{private} exists without {public.name}: an earlier call was interrupted, or "
-            f"{public.name} was moved. Put it back, or move {private.name} away to make both"
-        )
-
-
-def compose_name(client: str) -> str:
-    """The end of the name of a client's containers and volume, as the Makefile makes it."""
-    return client.lower().replace(".", "-")
-
-
-def refuse_same_containers(clients: Sequence[str], known: Sequence[str]) -> None:
-    """ValueError if a client that is not known would have another's containers and volume.
-
-    On one machine, deploying one would replace the other. known: clients that have keys.
-    """
-    names = [*reserved_names, *known]
-    for client in dict.fromkeys(clients):
-        if client in known:
-            continue
-        for other in names:
-            if compose_name(client) == compose_name(other):
-                raise ValueError(
-                    f"client {client!r}: its containers would be named like those of {other!r} "
-                    "(in lower case, with dashes for dots), so that one would replace the other "
-                    "on a machine with both: choose another name"
-                )
-        names.append(client)
-
-
-def make_credentials(
-    folder: Path, names: Sequence[str], clients: Sequence[str], days: int = 825
-) -> list[str]:
-    """Make what is missing in `folder`; a line for each file, whether it was made or existed.
-
-    names: of the server, in its certificate. days: validity of that certificate. ValueError, before
-    anything is written, for what the module's docstring says is refused.
-    """
-    registered_clients = [path.stem for path in (folder / "server" / "clients").glob("*.pub")]
-    for name in clients:
-        is_reserved = name in reserved_names or bool(re.fullmatch(STATE_FILE, name))
-        is_known = name in registered_clients  # by an earlier version of Keel
-        if (is_reserved and not is_known) or not client_name.fullmatch(name):
-            raise ValueError(
-                f"client {name!r}: expected at most 63 letters, digits, '.', '_' and '-', not "
-                "'ca', 'server' or 'local', and not the name of a file of client state, such as "
-                "'reset-state'"
-            )
-    refuse_same_containers(clients, sorted(registered_clients))
-    all_names = list(dict.fromkeys([*names, *default_names]))
-    for name in all_names:
-        general_name(name)
-    ca, server = folder / "ca", folder / "server"
-    refuse_half(ca / "ca.key", ca / "ca.pem")
-    refuse_half(server / "server.key", server / "server.pem")
-    for name in clients:
-        own, registered = folder / name / "client.pub", server / "clients" / f"{name}.pub"
-        refuse_half(folder / name / "client.key", own)
-        if registered.exists() and not (
-            own.exists() and own.read_bytes() == registered.read_bytes()
-        ):
-            raise ValueError(
-                f"{registered} is the public key of {name}, but {own} is "
-                f"{'a different one' if own.exists() else 'missing'}: put that client's directory "
-                f"back or, for a new key, move {registered} away and unregister the old one"
-            )
-    if (server / "server.pem").exists():
-        check_issuer(server / "server.pem", ca / "ca.pem")
-        missing = set(names) - set(certificate_names(server / "server.pem"))
-        if missing:
-            raise ValueError(
-                f"{server / 'server.pem'} is not for {', '.join(sorted(missing))}: add them "
-                "with --renew"
-            )
-    elif not names:
-        raise ValueError(
-            "no server names: pass the names or addresses that clients connect to, such as "
-            "--name fl.example.org"
-        )
-    folder.mkdir(parents=True, exist_ok=True, mode=0o755)  # `write_new` makes what is below it
-    lines: list[str] = []
-
-    def make(path: Path, write: Callable[[], None]) -> None:
-        lines.append(f"{'exists' if path.exists() else 'made'}  {path}")
-        if not path.exists():
-            write()
-
-    make(ca / "ca.pem", lambda: make_ca(ca, 2 * days))
-    make(server / "server.pem", lambda: make_server_certificate(ca, server, all_names, days))
-    for name in clients:
-        make(folder / name / "client.pub", functools.partial(make_client_keys, folder / name, name))
-    for name in clients:
-        public = server / "clients" / f"{name}.pub"
-        if not public.exists():
-            write_new(public, (folder / name / "client.pub").read_bytes(), private=False)
-    for machine in [server, *(folder / name for name in clients)]:
-        if not (machine / "ca.pem").exists():
-            write_new(machine / "ca.pem", (ca / "ca.pem").read_bytes(), private=False)
-        if not (machine / "executor.secret").exists():
-            secret = secrets.token_hex(32).encode()  # exact bytes: no newline at its end
-            write_new(machine / "executor.secret", secret, private=True)
-    return lines

@@ -27,6 +27,7 @@ from protocol.options import OptionValue
 from protocol.processes import end_with_parent
 from server_app.run_reader import LOCK_FILE
 
+PROGRAM = (sys.executable, "-m", "keel.deployment")
 start_timeout_s = 100.0
 pause_s = 1.0  # before a process is restarted
 stop_timeout_s = 10.0
@@ -160,7 +161,7 @@ class Loopback:
         home.mkdir(parents=True, exist_ok=True)
         env, ca = self.environment("server"), str(own / "ca.pem")
         superlink = [
-            *(sys.executable, "-m", "keel.deployment.superlink_server", "--isolation", "process"),
+            *(*PROGRAM, "superlink", "--isolation", "process"),
             *("--host", "127.0.0.1", "--port", str(self.http_port)),
             *("--fleet-api-address", f"{self.host}:{self.fleet_port}"),
             *("--ssl-ca-certfile", ca, "--ssl-certfile", str(own / "server.pem")),
@@ -192,6 +193,7 @@ class Loopback:
         command = [*self.prefixes.get("server", ()), sys.executable, "-m", "keel"]
         command += ["deploy", "register", "--credentials", str(self.credentials / "server")]
         command += ["--superlink", f"127.0.0.1:{self.http_port}", "--wait", str(start_timeout_s)]
+        command += [str(self.credentials / name / f"{name}.pub") for name in self.clients]
         done = captured(command, self.environment("server"))
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}")
@@ -208,7 +210,7 @@ class Loopback:
     def executor_command(self, owner: str, port: int, *security: str) -> list[str]:
         """The command of an executor, which its secret authenticates at this port."""
         return [
-            *(sys.executable, "-m", "keel.deployment.executor", *security),
+            *(*PROGRAM, "executor", *security),
             *("--runtime-api-address", f"127.0.0.1:{port}"),
             *("--superexec-auth-secret-file", str(self.credentials / owner / "executor.secret")),
         ]
@@ -217,7 +219,7 @@ class Loopback:
         """The command of a client's SuperNode."""
         own = self.credentials / name
         return [
-            *(sys.executable, "-m", "keel.deployment.supernode", "--isolation", "process"),
+            *(*PROGRAM, "supernode", "--isolation", "process"),
             *("--superlink", f"{self.host}:{self.fleet_port}"),
             *("--root-certificates", str(own / "ca.pem")),
             *("--auth-supernode-private-key", str(own / "client.key")),

@@ -4,11 +4,13 @@ python -m keel.deployment.reach HOST:PORT CA.pem      a TLS server with a certif
 python -m keel.deployment.reach SOCKET                a resident worker
 """
 
+import re
 import socket
 import ssl
 import sys
 import time
 from pathlib import Path
+from urllib.request import getproxies_environment, proxy_bypass
 
 timeout_s = 5.0
 
@@ -38,6 +40,31 @@ def handshake(address: str, ca: Path) -> dict[str, object]:
         context.wrap_socket(plain, server_hostname=host) as secure,
     ):
         return dict(secure.getpeercert() or {})
+
+
+def proxy_for(address: str) -> str:
+    """The proxy that the environment names for a connection to HOST:PORT, without its password.
+
+    Empty if it names none. Flower's programs connect through it; `handshake` connects directly.
+    """
+    host, _ = split_address(address)
+    if proxy_bypass(host):
+        return ""
+    proxies = getproxies_environment()
+    found = next(
+        (proxies[kind] for kind in ("grpc", "https", "http", "all") if kind in proxies), ""
+    )
+    return re.sub(r"//[^@/]*@", "//", found)
+
+
+def proxy_hint(address: str) -> str:
+    """What to add to an error about HOST:PORT if the environment names a proxy for it."""
+    if not (proxy := proxy_for(address)):
+        return ""
+    return (
+        f"; this environment's proxy {proxy} may stand in the way: without it if no_proxy and "
+        f"NO_PROXY have {split_address(address)[0]}"
+    )
 
 
 def wait_for_server(address: str, ca: Path, timeout_s: float) -> None:

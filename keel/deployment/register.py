@@ -1,43 +1,34 @@
-"""Registers clients' public keys with a SuperLink, once each, and records whose they are."""
+"""Registers clients' public keys with a SuperLink, and records which node is whose."""
 
 import json
 import os
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives.serialization import load_ssh_public_key
-
-from flower_adapter.registration import register_keys
-from keel.deployment.reach import wait_for_server
+from flower_adapter.registration import RegisteredNode, register_key, registered_nodes
+from keel.deployment.credentials import certificate_fingerprint
+from keel.deployment.keys import check_client_names, fingerprint, read_requests
+from keel.deployment.reach import proxy_hint, wait_for_server
 from protocol.files import write_atomically
 
+STANDARD_INPUT = "-"
+UNREGISTERED = "unregistered"
 
-def public_keys(credentials: Path) -> dict[str, bytes]:
-    """Client name to public key, in OpenSSH's format, from the server's credentials directory.
 
-    ValueError naming the file of a damaged key.
+def register(
+    credentials: Path, address: str, wait_s: float, requests: Sequence[str] = ()
+) -> list[str]:
+    """Register the clients of these requests; a line for each client that the SuperLink has then.
+
+    credentials: the server's directory. address: of the SuperLink's HTTP API, which has `wait_s` to
+    start. requests: files of `keel deploy key`, or "-" for standard input.
+
+    Records each client's node id and key in $KEEL_CLIENT_REGISTRY, which the ServerApp reads, else
+    in `clients.json` there: a client is who its key says. ValueError, before anything is
+    registered, for a name that another key has, or a key that another name has or had.
     """
-    keys = {
-        path.stem: path.read_bytes() for path in sorted((credentials / "clients").glob("*.pub"))
-    }
-    for name, key in keys.items():
-        try:
-            load_ssh_public_key(key)
-        except (ValueError, UnsupportedAlgorithm) as error:
-            raise ValueError(
-                f"{credentials / 'clients' / name}.pub is damaged or not a public key: {error}: "
-                "copy the client's client.pub again"
-            ) from error
-    return keys
-
-
-def register(credentials: Path, address: str, wait_s: float) -> list[str]:
-    """Register each credentials/clients/NAME.pub that this SuperLink does not know; a line for all.
-
-    Records in $KEEL_CLIENT_REGISTRY, which the ServerApp reads, else in `clients.json` there, for
-    every name, its key and the node id that the SuperLink gave this key: a client is who its key
-    says. A key that was unregistered is named, and left out. The SuperLink has `wait_s` to start.
-    """
+    wanted = [pair for name in requests for pair in read_requests(*content_of(name))]
     ca = credentials / "ca.pem"
     if not ca.exists():
         raise FileNotFoundError(
@@ -48,22 +39,61 @@ def register(credentials: Path, address: str, wait_s: float) -> list[str]:
     except OSError as error:
         raise RuntimeError(
             f"--superlink {address}: no SuperLink answers with a certificate signed by {ca}: "
-            f"{error}"
+            f"{error}{proxy_hint(address)}"
         ) from error
-    keys = public_keys(credentials)
-    nodes = register_keys(address, ca.read_bytes(), keys)
-    clients = {
-        name: {"node": str(node), "key": b" ".join(keys[name].split()[:2]).decode()}
-        for name, (node, _) in nodes.items()
-    }
+    authority = ca.read_bytes()
+    known = registered_nodes(address, authority)
+    for name, key in new_keys(wanted, known).items():
+        register_key(address, authority, name, key)
+    clients = {n.name: n for n in registered_nodes(address, authority) if is_client(n)}
+    found = {name: {"node": str(n.node_id), "key": n.key} for name, n in clients.items()}
     path = Path(os.environ.get("KEEL_CLIENT_REGISTRY") or credentials / "clients.json")
-    write_atomically(path, (json.dumps(clients, indent=1) + "\n").encode())
-    return [
-        f"{'registered' if is_new else 'known':10s}  {name}  node {node}"
-        for name, (node, is_new) in nodes.items()
-    ] + [
-        f"{'removed':10s}  {name}  its key was unregistered and cannot be used again: move "
-        f"{credentials / 'clients' / name}.pub away; to readmit the client, make a new key"
-        for name in keys
-        if name not in nodes
+    write_atomically(path, (json.dumps(found, indent=1) + "\n").encode())
+    before = {node.name for node in known if is_client(node)}
+    lines = [
+        f"{'known' if name in before else 'registered':10s}  {name}  node {node.node_id}  "
+        f"{fingerprint(node.key)}"
+        for name, node in sorted(clients.items())
     ]
+    if clients.keys() - before:
+        lines.append("compare each new fingerprint with its site, by telephone")
+        lines.append(f"for each site: {ca}, SHA-256 {certificate_fingerprint(ca)}")
+    return lines
+
+
+def content_of(request: str) -> tuple[str, str]:
+    """The text of a request, and what errors call it."""
+    if request == STANDARD_INPUT:
+        return sys.stdin.read(), "standard input"
+    return Path(request).read_text(errors="replace"), request
+
+
+def is_client(node: RegisteredNode) -> bool:
+    """Whether a node is registered, as a client with a name."""
+    return bool(node.name) and node.status != UNREGISTERED
+
+
+def new_keys(wanted: Iterable[tuple[str, str]], nodes: Sequence[RegisteredNode]) -> dict[str, str]:
+    """Client name to key, of those wanted that are not registered. ValueError if one cannot be."""
+    keys = {node.name: node.key for node in nodes if is_client(node)}
+    owners = {node.key: node for node in nodes}
+    new = {}
+    for name, key in wanted:
+        if keys.get(name) == key:
+            continue
+        if name in keys:
+            raise ValueError(
+                f"client {name} has another key, {fingerprint(keys[name])}; the request's is "
+                f"{fingerprint(key)}: choose another name or, if the site has a new key, first "
+                "`flwr supernode unregister` the old one"
+            )
+        if key in owners:
+            node = owners[key]
+            was = "was unregistered" if node.status == UNREGISTERED else f"is that of {node.name!r}"
+            raise ValueError(
+                f"client {name}: its key {was}, node {node.node_id}: its site makes a new one"
+            )
+        owners[key] = RegisteredNode(0, name, key, "")
+        keys[name] = new[name] = key
+    check_client_names(keys)
+    return new

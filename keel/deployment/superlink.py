@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from keel.deployment import proxy_exceptions
 from protocol.config import app_folder, project_file
 from protocol.files import naming
 from protocol.options import OptionValue
@@ -180,6 +181,7 @@ def environment(flwr_home: Path | None) -> dict[str, str]:
     own_home = {"FLWR_HOME": str(flwr_home)} if flwr_home else {}
     return {
         **os.environ,
+        **proxy_exceptions(os.environ),
         **own_home,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # Flower's own: 1 s

@@ -22,7 +22,8 @@ def make(tmp_path):
     shutil.copytree(app_folder / "docker", tmp_path / "docker")
     for machine in ("Site.A", "server"):
         (tmp_path / "here" / machine).mkdir(parents=True)
-        (tmp_path / "here" / machine / "executor.secret").touch()
+        for name in ("executor.secret", "ca.pem"):
+            (tmp_path / "here" / machine / name).touch()
     for name, script in {
         "id": "echo 0",
         "chown": 'echo chown "$@"',
@@ -62,8 +63,10 @@ def test_deploy_client_names_a_misspelt_privacy_limit(make):
     assert make("deploy-client", **client, **limits, **{misspelt: ""})[0] == 0
 
 
-@pytest.mark.parametrize("line", ["{}=withheld", "export {} = withheld", "{}: withheld"])
-@pytest.mark.parametrize("file", [".env", "docker/.env"])
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [(".env", "{}=withheld"), (".env", "export {} = withheld"), ("docker/.env", "{}: withheld")],
+)
 def test_deploy_client_names_a_misspelt_privacy_limit_of_compose_s_env_file(
     make, tmp_path, file, line
 ):
@@ -117,25 +120,27 @@ def test_what_is_missing_is_named_before_docker_makes_a_directory_of_it(make, tm
         status, [line] = make(target, **client | {"KEEL_DATA": data})
         assert status
         assert line.startswith(f"{data}: no such directory, or its path is not absolute")
-    [secret] = tmp_path.glob(f"here/{'Site.A' if 'client' in target else 'server'}/*.secret")
-    secret.unlink()
-    secret.mkdir()
-    status, [line] = make(target, **client)
+    folder = tmp_path / "here" / ("Site.A" if "client" in target else "server")
+    for name in ("ca.pem", "executor.secret")["server" in target :]:
+        (folder / name).unlink()
+        (folder / name).mkdir()
+        status, [line] = make(target, **client)
+        assert status
+        assert line.startswith(f"{folder / name}: no such file, or its path is not absolute")
+        (folder / name).rmdir()
+        (folder / name).touch()
+
+
+def test_register_passes_requests_on_and_names_one_that_is_missing(make, tmp_path):
+    (tmp_path / "compose").write_text('#!/bin/sh\necho "$@"; case "$*" in *" -") cat;; esac\n')
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.pub").write_text(f"{name}\n")
+    command = (
+        "-p keel-server -f docker/compose.server.yml exec -T superlink "
+        "python -m keel deploy register --credentials /credentials --wait 120"
+    )
+    assert make("register") == (0, [command])
+    assert make("register", "REQUESTS=a.pub b.pub") == (0, [f"{command} -", "a", "b"])
+    status, [line] = make("register", "REQUESTS=a.pub c.pub")
     assert status
-    assert line.startswith(f"{secret}: no such file, or its path is not absolute")
-
-
-def test_make_doctor_passes_its_arguments(make):
-    _, lines = make("doctor", "READY=", "BIN=echo called with", "ARGS=client --fleet a:1")
-    assert lines == ["called with/python -m keel doctor client --fleet a:1"]
-
-
-def test_make_credentials_repeats_the_options_for_each_name(make):
-    _, lines = make(
-        "credentials", "READY=", "BIN=echo called with", "NAMES=fl.example.org 10.0.0.1",
-        "CLIENTS=site-a site-b",
-    )  # fmt: skip
-    assert lines == [
-        "called with/python -m keel deploy credentials --folder here --name fl.example.org "
-        "--name 10.0.0.1 --client site-a --client site-b"
-    ]
+    assert line.startswith(f"{tmp_path / 'c.pub'}: no such file")

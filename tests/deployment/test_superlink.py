@@ -9,8 +9,8 @@ import pytest
 from flwr.cli.utils import SUPERLINK_UNAVAILABLE_MESSAGE
 
 import keel.deployment.superlink
+from keel.deployment.__main__ import check_database
 from keel.deployment.superlink import CommandTimeout, SuperLinkClient
-from keel.deployment.superlink_server import check_database
 
 
 @pytest.fixture

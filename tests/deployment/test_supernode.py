@@ -208,10 +208,11 @@ def test_a_supernode_that_gave_up_ends_although_a_thread_of_it_goes_on():
     """As after the server's certificate has expired: only a new process connects again."""
     program = (
         "import threading\n"
-        "from keel.deployment import supernode\n"
+        "import flower_adapter.supernode\n"
+        "from keel.deployment.__main__ import main\n"
         "endless = threading.Thread(target=threading.Event().wait)\n"
-        "supernode.main = endless.start\n"
-        "supernode.run()\n"
+        "flower_adapter.supernode.main = endless.start\n"
+        "main('supernode', [])\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
@@ -229,7 +230,7 @@ def test_an_interval_that_is_no_number_of_seconds_is_refused_in_one_line(monkeyp
 
 @pytest.mark.parametrize(
     ("program", "stated"),
-    [("supernode", ""), ("executor", ""), ("executor", "1"), ("superlink_server", "")],
+    [("supernode", ""), ("superexec", ""), ("superexec", "1"), ("superlink", "")],
 )
 def test_a_program_sends_flower_no_reports_unless_its_user_wants_it(program, stated):
     """Flower's own programs report each start and end of a process, also of a ClientApp."""
@@ -237,7 +238,8 @@ def test_a_program_sends_flower_no_reports_unless_its_user_wants_it(program, sta
     env = {key: value for key, value in os.environ.items() if key not in names}
     env |= {"FLWR_TELEMETRY_ENABLED": stated} if stated else {}
     code = (
-        f"import os, keel.deployment.{program}; from flwr.supercore import telemetry; "
+        f"import os, keel.deployment.__main__, flower_adapter.{program}; "
+        "from flwr.supercore import telemetry; "
         f"print(telemetry.FLWR_TELEMETRY_ENABLED, os.environ[{names[1]!r}])"
     )
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from cluster_fixtures import assert_only_who_has_the_token_joins
+from deployment_fixtures import refusing_proxy
 from run_fixtures import SMALL, assert_same_run, keel_run, summary_of, wait_until
 
 from keel.runs import SavedRun
@@ -24,9 +25,9 @@ MARK = "TEST_HOME"  # of the environment of all processes of a test
 words = [f"{key}={value}" for key, value in KEYS.items() if key != "num-rounds"]
 
 
-def started(home, *arguments):
+def started(home, *arguments, **variables):
     """`keel run --engine flower` with a home of its own, killed at the end."""
-    own = {"KEEL_HOME": str(home), "PYTHONPATH": str(root), MARK: str(home)}
+    own = {"KEEL_HOME": str(home), "PYTHONPATH": str(root), MARK: str(home), **variables}
     return keel_run("--engine", "flower", *arguments, cwd=home, env=os.environ | own)
 
 
@@ -50,7 +51,7 @@ def test_a_run_outlives_a_worker_is_stopped_by_ctrl_c_and_resumed_to_the_same_bi
     home.mkdir()
     directory, out = home / "runs" / "cut", ""
     arguments = [*words, "num-rounds=1000", "run-name=cut", "--clients", "3"]
-    with started(home, *arguments) as process:
+    with refusing_proxy() as (proxy, asked), started(home, *arguments, **proxy) as process:
         for line in process.stdout:
             out += line
             if line.startswith("round    2/1000   personal"):
@@ -63,6 +64,7 @@ def test_a_run_outlives_a_worker_is_stopped_by_ctrl_c_and_resumed_to_the_same_bi
         process.send_signal(signal.SIGINT)
         rest, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
+    assert asked == []  # of loopback, which a proxy would refuse
     assert summary_of(directory)["status"] == "stopped"
     assert "keel resume cut" in out + rest
     num = len(RunReader(directory).manifest["workers"])

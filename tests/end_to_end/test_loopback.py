@@ -6,6 +6,7 @@ One deployment for all tests, as its processes take a third of a core while they
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from deployment_fixtures import (
     limit_s,
     lines_of,
     new_run,
+    refusing_proxy,
     runs,
     state_inline,
     state_of_clients,
@@ -39,11 +41,20 @@ from run_fixtures import (
 from source_fixtures import write_newer_app
 from tools.processes import descendants
 
+from flower_adapter.registration import registered_nodes
 from keel.cli.main import main
-from keel.deployment.checks_host import check_key, check_port, check_registered
-from keel.deployment.checks_runtime import check_worker
+from keel.deployment import proxy_exceptions
 from keel.deployment.credentials import make_credentials
-from keel.deployment.loopback import Loopback, free_ports, partitions, running
+from keel.deployment.doctor import check_key, check_port, check_registered
+from keel.deployment.doctor_runtime import check_worker
+from keel.deployment.loopback import (
+    PROGRAM,
+    LocalProcess,
+    Loopback,
+    free_ports,
+    partitions,
+    running,
+)
 from keel.deployment.register import register
 from keel.deployment.superlink import connection, run_config
 from keel.runs import SavedRun
@@ -56,10 +67,14 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory):
-    """A deployment on loopback."""
+    """A deployment on loopback, in an environment whose proxy would refuse it."""
     folder, sites = tmp_path_factory.mktemp("deployed"), partitions(LOOPBACK_CLIENTS)
-    with running(folder, sites, kind=QuietLoopback) as local:
-        yield local
+    with refusing_proxy() as (proxy, asked), pytest.MonkeyPatch.context() as patch:
+        for name, value in (proxy | proxy_exceptions(proxy)).items():
+            patch.setenv(name, value)
+        with running(folder, sites, kind=QuietLoopback) as local:
+            yield local
+        assert asked == []
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +113,24 @@ def on(local: Loopback) -> list[str]:
     return ["--engine", "deployment", "--federation", address, "--root-certificates", str(ca)]
 
 
+def registered(local: Loopback, name: str, folder: Path | None = None) -> str:
+    """The node of a client, once registered from its request in `folder`."""
+    request = (folder or local.credentials / name) / f"{name}.pub"
+    address = f"127.0.0.1:{local.http_port}"
+    lines = register(local.credentials / "server", address, 0.0, [str(request)])
+    [node] = [line.split()[3] for line in lines if line.split()[:2] == ["registered", name]]
+    return node
+
+
+def unregister(local: Loopback, node: str) -> None:
+    local.superlink.flwr("supernode", "unregister", node, local.superlink.connection)
+
+
 def server_app_pid(local: Loopback) -> int:
     [pid] = [
         pid
         for pid, command in descendants(local.pid("serverapp-executor")).items()
-        if "keel.deployment.serverapp" in command
+        if "keel.deployment serverapp" in command
     ]
     return pid
 
@@ -169,6 +197,7 @@ def test_killed_and_hung_processes_cost_no_bit_of_a_resumed_run(deployed, inline
 def test_the_doctor_finds_this_server_in_order_and_a_key_that_is_not_registered(deployed, tmp_path):
     make_credentials(tmp_path, ["127.0.0.1"], ["stranger"])
     address, ca = f"127.0.0.1:{deployed.fleet_port}", deployed.credentials / "server" / "ca.pem"
+    superlink = f"127.0.0.1:{deployed.http_port}"
     before = {node["node-id"]: node["status"] for node in deployed.superlink.nodes()}
     [reached] = check_port(address, ca)
     assert not reached.is_problem, reached.text
@@ -176,14 +205,11 @@ def test_the_doctor_finds_this_server_in_order_and_a_key_that_is_not_registered(
     assert not known.is_problem, known.text
     [unknown] = check_key(address, ca, tmp_path / "stranger" / "client.key")
     assert unknown.is_problem
-    assert "does not know the key" in unknown.text
-    registered = list(
-        check_registered(deployed.credentials / "server", f"127.0.0.1:{deployed.http_port}")
-    )
-    assert [(f.is_problem, f.text) for f in registered] == [(False, "2 SuperNodes are connected")]
-    lines = register(deployed.credentials / "server", f"127.0.0.1:{deployed.http_port}", 0.0)
-    assert [line.split()[:2] for line in lines] == [["known", name] for name in deployed.clients]
-    assert {line.split()[3] for line in lines} == before.keys()
+    registered = [f.text for f in check_registered(ca, superlink) if not f.is_problem]
+    assert registered == ["2 SuperNodes are connected"]
+    lines = register(deployed.credentials / "server", superlink, 0.0)
+    known = {line.split()[1]: line.split()[3] for line in lines}
+    assert {known[name] for name in deployed.clients} <= before.keys()
     [worker] = check_worker(deployed.worker_socket("client-0000"))
     assert not worker.is_problem, worker.text
     assert {node["node-id"]: node["status"] for node in deployed.superlink.nodes()} == before
@@ -214,9 +240,7 @@ def test_a_site_that_is_away_misses_rounds_and_returns_and_nobody_takes_its_name
     _, run = endless
     impostor, name = "client-0009", "client-0001"
     make_credentials(deployed.credentials, [deployed.host], [impostor])
-    address = f"127.0.0.1:{deployed.http_port}"
-    lines = register(deployed.credentials / "server", address, 0.0)
-    [node] = [line.split()[3] for line in lines if line.startswith("registered")]
+    node = registered(deployed, impostor)
     real = deployed.processes.pop(f"supernode-{name}")  # not restarted
     real.stop()
     deployed.runtime_ports[impostor] = free_ports(1)[0]
@@ -229,6 +253,7 @@ def test_a_site_that_is_away_misses_rounds_and_returns_and_nobody_takes_its_name
             deployed.processes.pop(f"{process}-{impostor}").stop()
         real.start()
         deployed.processes[f"supernode-{name}"] = real
+        unregister(deployed, node)
     wait_until(lambda: name in history_of(run)[-1]["participants"], limit_s)
     nodes = {row["client"]: row["node"] for row in json.loads((run / "roster.json").read_text())}
     assert nodes.keys() == set(partitions(LOOPBACK_CLIENTS))
@@ -258,8 +283,7 @@ def rejected(deployed, words: list[str]) -> subprocess.CompletedProcess:
     [port] = free_ports(1)
     return subprocess.run(
         [
-            *(sys.executable, "-m", "keel.deployment.supernode"),
-            *("--isolation", "process", "--host", "127.0.0.1"),
+            *(*PROGRAM, "supernode", "--isolation", "process", "--host", "127.0.0.1"),
             *("--port", str(port), "--max-retries", "1", "--max-wait-time", "5"),
             *("--superlink", f"127.0.0.1:{deployed.fleet_port}", *words),
         ],
@@ -271,6 +295,52 @@ def rejected(deployed, words: list[str]) -> subprocess.CompletedProcess:
         timeout=limit_s,
         check=False,
     )
+
+
+def test_a_site_s_own_key_connects_once_its_request_is_registered_and_stays_there(
+    deployed, tmp_path, capfd
+):
+    """From the request alone; an unregistered key is refused, here by the doctor's question."""
+    name, site = "site-a", tmp_path / "site-a"
+    assert main(["deploy", "key", name, "--folder", str(tmp_path)]) == 0
+    fingerprint = capfd.readouterr().out.split()[-1]
+    shutil.copy(deployed.credentials / "server" / "ca.pem", site)
+    server = tmp_path / "mail"  # what the operator has of the site
+    server.mkdir()
+    shutil.copy(site / f"{name}.pub", server)
+    address = f"127.0.0.1:{deployed.fleet_port}"
+
+    def answer():
+        [found] = check_key(address, site / "ca.pem", site / "client.key")
+        return found.is_problem, fingerprint in found.text
+
+    assert answer() == (True, True)
+    node = registered(deployed, name, server)
+    assert answer() == (False, True)
+    log = tmp_path / "supernode.log"
+    command = [
+        *(*PROGRAM, "supernode", "--isolation", "process", "--host", "127.0.0.1"),
+        *("--port", str(free_ports(1)[0]), "--superlink", address),
+        *("--root-certificates", str(site / "ca.pem")),
+        *("--auth-supernode-private-key", str(site / "client.key")),
+        *("--node-config", run_config({"name": name})),
+    ]
+    supernode = LocalProcess(command, deployed.environment("stranger"), log)
+    superlink, ca = f"127.0.0.1:{deployed.http_port}", (site / "ca.pem").read_bytes()
+    try:
+        wait_until(
+            lambda: (
+                (name, "online") in [(n.name, n.status) for n in registered_nodes(superlink, ca)]
+            ),
+            limit_s,
+            supernode.process,
+        )
+    finally:
+        supernode.stop()
+        unregister(deployed, node)
+    secret = (site / "client.key").read_bytes().splitlines()[2]
+    held = [path for path in deployed.root.rglob("*") if path.is_file()]
+    assert not [path for path in held if secret in path.read_bytes()]
 
 
 def test_unknown_key_wrong_ca_and_plain_text_are_refused(deployed, tmp_path):
@@ -333,13 +403,15 @@ def test_an_executor_without_the_secret_gets_no_work(deployed, owner, executor):
 
 def test_a_key_that_was_unregistered_keeps_no_other_client_out(deployed):
     server, address = deployed.credentials / "server", f"127.0.0.1:{deployed.http_port}"
-    make_credentials(deployed.credentials, [deployed.host], ["removed"])
-    [line] = [x for x in register(server, address, 0.0) if x.startswith("registered")]
-    node = line.split()[3]
-    deployed.superlink.flwr("supernode", "unregister", node, deployed.superlink.connection)
-    make_credentials(deployed.credentials, [deployed.host], ["later"])
-    lines = {line.split()[1]: line for line in register(server, address, 0.0)}
-    assert lines["later"].startswith("registered")
-    assert str(server) in lines["removed"]
-    assert json.loads((server / "clients.json").read_text()).keys() == lines.keys() - {"removed"}
-    assert not any(node in finding.text for finding in check_registered(server, address))
+    make_credentials(deployed.credentials, [deployed.host], ["removed", "later"])
+    node = registered(deployed, "removed")
+    unregister(deployed, node)
+    with pytest.raises(ValueError, match="removed"):
+        registered(deployed, "removed")
+    later = registered(deployed, "later")
+    clients = json.loads((server / "clients.json").read_text())
+    assert clients["later"]["node"] == later
+    assert "removed" not in clients
+    ca = server / "ca.pem"
+    assert not any(node in finding.text.split() for finding in check_registered(ca, address))
+    unregister(deployed, later)

@@ -1,4 +1,4 @@
-"""Checks of where Keel's code runs: versions, disk, device, data, worker, simulation."""
+"""The doctor's checks of where Keel's code runs: versions, disk, device, data, worker, Ray."""
 
 import math
 import os
@@ -10,46 +10,79 @@ from importlib import metadata
 from pathlib import Path
 from tempfile import gettempdir
 
-import numpy as np
 from packaging.requirements import Requirement
 
-from client_app.worker_client import worker_status
-from keel.deployment.findings import Finding, check, fine, problem, skipped
-from keel.deployment.superlink import PROGRAMS
-from keel.runs import runs_directory
+from keel.deployment.doctor import Finding, check, fine, problem, skipped
+from keel.deployment.superlink import PROGRAMS, check_programs, environment
 from protocol.code import code_digest
 from protocol.config import keel_home, project_file, resolve_config
 from protocol.text import num_of
 
-min_disk_bytes = 2 * 2**30  # a few models' checkpoints and decoded data
-min_memory_bytes = 2 * 2**30  # Ray, a worker and a server with torch
-min_shared_memory_bytes = 2**28  # Ray's object store passes models through it
-timeout_s = 10.0
 GiB = 2**30
+MIN_DISK_BYTES = 2 * GiB  # a few models' checkpoints and decoded data
+MIN_MEMORY_BYTES = 2 * GiB  # Ray, a worker and a server with torch
+MIN_SHARED_MEMORY_BYTES = GiB // 4  # Ray's object store passes models through it
+WORKER_TIMEOUT_S = 10.0
+
+
+def check_runtime(
+    machine: str,
+    code: str = "",
+    device: str = "auto",
+    source: str = "",
+    classes: Sequence[str] = (),
+    model: str = "",
+    worker: Path | None = None,
+) -> Iterator[Finding]:
+    """Everything where the code of a `server` or a `client` runs; data and worker if given.
+
+    code: the digest that Keel's client code should have; "": any.
+    """
+    yield from check_versions(code)
+    yield from check_disk(keel_home(), "set KEEL_HOME")
+    if machine == "client":
+        yield from check_device(device)
+        yield from check_data(source, classes, {"model": model} if model else {})
+        yield from check_privacy_limits()
+        yield from check_worker(worker)
+
+
+def check_simulation() -> Iterator[Finding]:
+    """Everything that a simulation on this machine needs."""
+    yield from check_versions()
+    yield from check_device("auto")
+    yield from check_disk(keel_home(), "set KEEL_HOME")
+    yield from check_disk(Path(gettempdir()), "set TMPDIR")
+    yield from check_memory()
+    yield from check_ray()
+    yield from check_entry_points()
+    yield from check_data_sets()
+
+
+def requirement_problem(required: Requirement) -> str:
+    """What is wrong with the installed version of a requirement; else empty."""
+    try:
+        version = metadata.version(required.name)
+    except metadata.PackageNotFoundError:
+        version = ""
+    if version and required.specifier.contains(version, prereleases=True):
+        return ""
+    return f"{required.name} is {version or 'not installed'}, expected {required.specifier}"
 
 
 @check
 def check_versions(code: str = "") -> Iterator[Finding]:
     """Python and the packages that Keel requires and, if given, the digest of Keel's code."""
-    is_right = True
     project = tomllib.loads(project_file().read_text())["project"]
-    for required in map(Requirement, project["dependencies"]):
-        try:
-            version = metadata.version(required.name)
-        except metadata.PackageNotFoundError:
-            version = ""
-        if not version or not required.specifier.contains(version, prereleases=True):
-            is_right = False
-            yield problem(
-                f"{required.name} is {version or 'not installed'}, expected {required.specifier}: "
-                "install Keel's requirements (`make env`, `make image`)"
-            )
+    wrong = list(filter(None, map(requirement_problem, map(Requirement, project["dependencies"]))))
+    for each in wrong:
+        yield problem(f"{each}: install Keel's requirements (`make env`, `make image`)")
     if code and code != code_digest():
         yield problem(
             f"versions: Keel's client code is {code_digest()} here, {code} in the checkout that "
             "the doctor was called from: take the same version, then `make image` and deploy again"
         )
-    elif is_right:
+    elif not wrong:
         names = ", ".join(f"{name} {metadata.version(name)}" for name in ("flwr", "torch"))
         yield fine(
             f"versions: Python {'.'.join(map(str, sys.version_info[:3]))}, {names}; "
@@ -58,13 +91,13 @@ def check_versions(code: str = "") -> Iterator[Finding]:
 
 
 @check
-def check_disk(folder: Path, remedy: str = "set KEEL_HOME") -> Iterator[Finding]:
+def check_disk(folder: Path, remedy: str) -> Iterator[Finding]:
     """There is room, and write access, where state, runs, decoded data or temporary files go."""
-    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    if free < min_disk_bytes:
+    if free < MIN_DISK_BYTES:
         yield problem(
-            f"disk: {free / GiB:.1f} GiB free at {folder}, expected {min_disk_bytes / GiB:.0f}: "
+            f"disk: {free / GiB:.1f} GiB free at {folder}, expected {MIN_DISK_BYTES / GiB:.0f}: "
             f"make room, or {remedy} to another disk"
         )
     elif not os.access(existing, os.W_OK):
@@ -74,18 +107,6 @@ def check_disk(folder: Path, remedy: str = "set KEEL_HOME") -> Iterator[Finding]
         )
     else:
         yield fine(f"disk: {free / GiB:.1f} GiB free at {folder}")
-
-
-@check
-def check_disks(*others: tuple[Path, str]) -> Iterator[Finding]:
-    """`check_disk` for Keel's home and each other folder on a further disk or not writable."""
-    seen = set()
-    for folder, remedy in ((keel_home(), "set KEEL_HOME"), *others):
-        existing = next(p for p in (folder, *folder.parents) if p.exists())
-        disk = existing.stat().st_dev
-        if disk not in seen or not os.access(existing, os.W_OK):
-            yield from check_disk(folder, remedy)
-        seen.add(disk)
 
 
 @check
@@ -111,8 +132,7 @@ def check_device(name: str) -> Iterator[Finding]:
         yield fine(f"device: {device}, {gpu}, {free / GiB:.0f} of {total / GiB:.0f} GiB free")
     elif name == "auto":
         # the driver may be too old for this torch, or $CUDA_VISIBLE_DEVICES empty
-        why = f": {driver}" if has_driver else ""
-        yield fine(f"device: {device}; auto finds no GPU{why}")
+        yield fine(f"device: {device}; auto finds no GPU{f': {driver}' if has_driver else ''}")
     else:
         yield fine(f"device: {device}")
 
@@ -122,25 +142,25 @@ def check_data(
     source: str, classes: Sequence[str], run_config: dict[str, str]
 ) -> Iterator[Finding]:
     """The data can be read, and the run knows its classes."""
+    import numpy as np
+
     from client_app.node_config import labels_in_run
     from client_app.setup import open_source
 
+    if not source:
+        yield skipped("data: neither --source nor KEEL_SOURCE names it")
+        return
     try:
         data = open_source(resolve_config(run_config), source)
     except (PermissionError, ValueError) as error:
-        denied = [e for e in (error, error.__cause__) if isinstance(e, PermissionError)]
-        if not denied:
+        denied = error if isinstance(error, PermissionError) else error.__cause__
+        if not isinstance(denied, PermissionError):
             raise
-        if Path(denied[0].filename or "/").is_relative_to(keel_home()):
-            yield problem(
-                f"data: {error}: user id {os.getuid()} cannot write to {keel_home()}, where "
-                "decoded images are stored: change its owner, or deploy with its owner's KEEL_UID"
-            )
-            return
-        yield problem(
-            f"data: {error}: not readable for user id {os.getuid()}: change the group or mode of "
-            "the data (chgrp, chmod), or deploy with the KEEL_UID of a user who can read it"
-        )
+        if Path(denied.filename or "/").is_relative_to(keel_home()):
+            what = "decoded images are stored there: change its owner, or deploy with its owner's"
+        else:
+            what = "change the group or mode of the data, or deploy with a reader's"
+        yield problem(f"data: {error}: user id {os.getuid()} is denied; {what} KEEL_UID")
         return
     try:
         labels_in_run(data, classes or data.class_names)
@@ -173,39 +193,17 @@ def check_privacy_limits() -> Iterator[Finding]:
 @check
 def check_worker(path: Path | None) -> Iterator[Finding]:
     """The resident worker answers, and runs this machine's code."""
+    from client_app.worker_client import worker_status
+
     if path is None:
+        yield skipped("worker: neither --worker nor KEEL_WORKER names its socket")
         return
-    status = worker_status(str(path), timeout_s)
+    status = worker_status(str(path), WORKER_TIMEOUT_S)
     if status["code"] != code_digest():
         yield problem(f"worker: runs code {status['code']}, here is {code_digest()}: restart it")
     else:
         versions = ", ".join(f"{name} {version}" for name, version in status["versions"].items())
         yield fine(f"worker: process id {status['pid']}, {versions}")
-
-
-def check_runtime(
-    machine: str,
-    code: str = "",
-    device: str = "auto",
-    source: str = "",
-    classes: Sequence[str] = (),
-    model: str = "",
-    worker: Path | None = None,
-) -> Iterator[Finding]:
-    """Everything where the code of a `server` or a `client` runs; data and worker if given."""
-    yield from check_versions(code)
-    others = [(runs_directory(), "set output-dir")] if machine == "server" else []
-    yield from check_disks(*others)
-    if machine == "client":
-        yield from check_device(device)
-        if source:
-            yield from check_data(source, classes, {"model": model} if model else {})
-        else:
-            yield skipped("data: neither --source nor KEEL_SOURCE names it")
-        yield from check_privacy_limits()
-        if worker is None:
-            yield skipped("worker: neither --worker nor KEEL_WORKER names its socket")
-        yield from check_worker(worker)
 
 
 @check
@@ -216,61 +214,43 @@ def check_memory() -> Iterator[Finding]:
     if meminfo.exists():  # the system's own estimate counts the page cache as available
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) * 1024
-    if free < min_memory_bytes:
+    if free < MIN_MEMORY_BYTES:
         yield problem(
-            f"memory: {free / GiB:.1f} GiB available, expected {min_memory_bytes / GiB:.0f}: end "
+            f"memory: {free / GiB:.1f} GiB available, expected {MIN_MEMORY_BYTES / GiB:.0f}: end "
             "other programs, or run with fewer simulation workers (--engine inline uses one)"
         )
     else:
         yield fine(f"memory: {free / GiB:.1f} GiB available, {os.cpu_count()} CPU cores")
     shared = Path("/dev/shm")
-    if shared.exists() and (size := shutil.disk_usage(shared).total) < min_shared_memory_bytes:
+    if shared.exists() and (size := shutil.disk_usage(shared).total) < MIN_SHARED_MEMORY_BYTES:
         yield problem(
             f"memory: /dev/shm has {size / 2**20:.0f} MiB, Ray needs "
-            f"{min_shared_memory_bytes / 2**20:.0f}: start the container with --shm-size=1g"
+            f"{MIN_SHARED_MEMORY_BYTES / 2**20:.0f}: start the container with --shm-size=1g"
         )
 
 
 @check
 def check_ray() -> Iterator[Finding]:
     """Ray is installed, in the version that Flower's simulation requires."""
-    for line in metadata.requires("flwr") or []:
-        required = Requirement(line)
-        if required.name != "ray" or (
-            required.marker and not required.marker.evaluate({"extra": "simulation"})
-        ):
-            continue
-        try:
-            version = metadata.version("ray")
-        except metadata.PackageNotFoundError:
-            version = ""
-        if version and required.specifier.contains(version):
-            cluster = os.environ.get("RAY_ADDRESS")
-            yield fine(f"Ray {version}" + (f", cluster {cluster}" if cluster else ""))
-        else:
-            yield problem(
-                f"Ray is {version or 'not installed'}, expected {required.specifier}: "
-                "install flwr[simulation] (`make env`), or run with --engine inline"
-            )
-        return
-    yield problem("Ray: this flwr has no extra `simulation` for this Python: use --engine inline")
+    lines = map(Requirement, metadata.requires("flwr") or [])
+    wanted = {"extra": "simulation"}
+    required = [r for r in lines if r.name == "ray" and (not r.marker or r.marker.evaluate(wanted))]
+    if not required:
+        yield problem("Ray: flwr has no `simulation` for this Python: use --engine inline")
+    elif wrong := requirement_problem(required[0]):
+        yield problem(
+            f"{wrong}: install Keel's extra `simulation` (`make env`), or run with --engine inline"
+        )
+    else:
+        cluster = os.environ.get("RAY_ADDRESS")
+        yield fine(f"Ray {metadata.version('ray')}" + (f", cluster {cluster}" if cluster else ""))
 
 
 @check
 def check_entry_points() -> Iterator[Finding]:
-    """The programs that a run starts are those of this Python."""
-    bin_dir = Path(sys.executable).parent
-    path = f"{bin_dir}{os.pathsep}{os.environ.get('PATH', '')}"
-    missing = [name for name in PROGRAMS if not (bin_dir / name).exists()]
-    if missing:
-        elsewhere = shutil.which(missing[0], path=path)
-        yield problem(
-            f"entry points: {bin_dir} lacks {', '.join(missing)}"
-            + (f" (PATH has {elsewhere}, of another Python)" if elsewhere else "")
-            + ": install flwr into this environment"
-        )
-    else:
-        yield fine(f"entry points: {', '.join(PROGRAMS[:3])}, ... in {bin_dir}")
+    """Flower's programs, which a run starts, are found."""
+    check_programs(environment(None)["PATH"])
+    yield fine(f"entry points: {', '.join(PROGRAMS[:3])}, ...")
 
 
 @check
@@ -283,19 +263,7 @@ def check_data_sets() -> Iterator[Finding]:
     }
     used = ", ".join(f"{name} {size / GiB:.1f} GiB" for name, size in sizes.items())
     yield fine(f"caches: {used} in {home}")
-    decoded = [path for path in (home / "cache").glob("*-*") if not path.name.startswith("speed-")]
-    names = {path.name.rpartition("-")[0] for path in decoded}  # less digest
+    names = {path.name.rpartition("-")[0] for path in (home / "cache").glob("*-*")}  # less digest
     names |= {path.name for path in (home / "data").glob("*")}
     here = ", ".join(sorted(names)) or "none"
     yield fine(f"data sets downloaded or decoded: {here}; `keel datasets` lists all")
-
-
-def check_simulation() -> Iterator[Finding]:
-    """Everything that a simulation on this machine needs."""
-    yield from check_versions()
-    yield from check_device("auto")
-    yield from check_disks((runs_directory(), "set output-dir"), (Path(gettempdir()), "set TMPDIR"))
-    yield from check_memory()
-    yield from check_ray()
-    yield from check_entry_points()
-    yield from check_data_sets()

@@ -1,0 +1,344 @@
+"""The checks of `keel doctor`: one line for each finding, a problem with its way out.
+
+A check is a generator of findings. Here are those of a machine of a deployment and its containers;
+doctor_runtime.py has those of where Keel's code runs.
+"""
+
+import datetime
+import os
+import shutil
+import socket
+import ssl
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Literal, ParamSpec
+
+from keel.deployment.reach import handshake, proxy_hint, split_address
+from protocol.text import num_of
+
+Machine = Literal["client", "server"]
+P = ParamSpec("P")
+MARKS = ("ok", "skipped", "PROBLEM")  # before the text of a finding
+TIMEOUT_S = 10.0
+INSIDE_TIMEOUT_S = 1800.0  # the data may be decoded for the first time
+CLOCK_LIMITS = "more than 5 seconds ahead of it or more than 5 minutes behind"  # Flower's
+# X509_V_ERR_... of OpenSSL, and what to do
+OTHER_NAMES = "is for other names: use one, or add this one: keel deploy credentials --renew"
+HANDSHAKE_REMEDIES = {
+    62: OTHER_NAMES,
+    64: OTHER_NAMES,
+    10: "has expired: keel deploy credentials --renew makes a new one for the server",
+    9: "is not yet valid: set this machine's clock",
+}
+# compose services of a machine; the doctor's own checks run in the last one
+SERVICES = {"client": ("supernode", "executor", "worker"), "server": ("superlink", "serverapp")}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of a check; mark: one of `MARKS`."""
+
+    mark: str
+    text: str
+
+    @property
+    def is_problem(self) -> bool:
+        """Whether something is wrong."""
+        return self.mark == "PROBLEM"
+
+    def __str__(self) -> str:
+        """The line printed for it."""
+        return f"{self.mark:9}{self.text}"
+
+
+def fine(text: str) -> Finding:
+    """Nothing is wrong."""
+    return Finding("ok", text)
+
+
+def skipped(text: str) -> Finding:
+    """It was not checked; the text says why."""
+    return Finding("skipped", text)
+
+
+def problem(text: str) -> Finding:
+    """Something is wrong; the text says what, and the way out."""
+    return Finding("PROBLEM", text)
+
+
+def check(function: Callable[P, Iterator[Finding]]) -> Callable[P, Iterator[Finding]]:
+    """A check of which an exception is one more problem, of one line."""
+    what = function.__name__.removeprefix("check_").replace("_", " ")
+
+    @wraps(function)
+    def safe(*args: P.args, **kwargs: P.kwargs) -> Iterator[Finding]:
+        try:
+            yield from function(*args, **kwargs)
+        except subprocess.TimeoutExpired as error:
+            yield problem(f"{what}: {error.cmd[0]} gave no answer within {error.timeout:g} seconds")
+        except (OSError, ValueError, RuntimeError, ImportError) as error:
+            yield problem(f"{what}: {' '.join(str(error).split())[:300]}")
+
+    return safe
+
+
+# --- a machine of a deployment -------------------------------------------------------------------
+
+
+def check_client(credentials: Path, fleet: str) -> Iterator[Finding]:
+    """A client's machine: files, clock, the SuperLink's port `fleet`, and its answer to the key."""
+    ca = credentials / "ca.pem"
+    yield from check_files(credentials, ["client.key", "executor.secret"])
+    yield from check_certificate(ca)
+    yield from check_clock()
+    reached = list(check_port(fleet, ca))
+    yield from reached
+    if any(not finding.is_problem for finding in reached):
+        yield from check_key(fleet, ca, credentials / "client.key")
+
+
+def check_server(credentials: Path, fleet: str, superlink: str) -> Iterator[Finding]:
+    """A server's machine: files, clock, the ports for clients and, if given, users; the clients."""
+    ca = credentials / "ca.pem"
+    yield from check_files(credentials, ["server.key", "executor.secret"])
+    for name in ("ca.pem", "server.pem"):
+        yield from check_certificate(credentials / name)
+    yield from check_server_key(credentials / "server.pem", credentials / "server.key")
+    yield from check_clock()
+    yield from check_port(fleet, ca)
+    if superlink:
+        yield from check_registered(ca, superlink)
+    else:
+        yield skipped("clients: --superlink does not name the SuperLink's port for users")
+
+
+@check
+def check_files(folder: Path, names: Sequence[str]) -> Iterator[Finding]:
+    """Private files are there, and can be read by their owner alone."""
+    for path in (folder / name for name in names):
+        if not path.exists():
+            yield problem(f"{path} is missing: `keel deploy key` or `credentials` makes it")
+        elif not os.access(path, os.R_OK):
+            yield problem(
+                f"{path} belongs to user id {path.stat().st_uid} and is not readable by "
+                f"{os.getuid()}: run the doctor as root. It has to belong to the user id that the "
+                "deployment runs as (KEEL_UID; 10001 if root deployed)"
+            )
+        elif path.stat().st_mode & 0o077:
+            yield problem(f"{path} is readable by others: chmod 600 {path}")
+
+
+@check
+def check_certificate(path: Path) -> Iterator[Finding]:
+    """A certificate is valid now; one from the future may also mean a clock that is behind."""
+    from keel.deployment.credentials import (
+        certificate_fingerprint,
+        certificate_problem,
+        load_certificate,
+    )
+
+    if not path.exists():
+        yield problem(f"{path} is missing: copy the server's (docs/how-to/deployment.md)")
+    elif found := certificate_problem(path, datetime.datetime.now(datetime.UTC)):
+        yield problem(found)
+    else:
+        last = load_certificate(path).not_valid_after_utc
+        yield fine(
+            f"{path} is valid until {last:%Y-%m-%d}, SHA-256 {certificate_fingerprint(path)}"
+        )
+
+
+@check
+def check_server_key(certificate: Path, key: Path) -> Iterator[Finding]:
+    """The key is the certificate's: with another or a damaged one, the SuperLink does not start."""
+    if not (os.access(certificate, os.R_OK) and os.access(key, os.R_OK)):
+        return  # a finding of check_files
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key, password="")  # or it would ask for one
+    except ssl.SSLError:
+        yield problem(
+            f"{key} is damaged, or not the key of {certificate.name}: copy both again from where "
+            "`keel deploy credentials` made them, or move both away there and run it again"
+        )
+
+
+@check
+def check_clock() -> Iterator[Finding]:
+    """The system's clock is synchronised, if the system knows."""
+    if not shutil.which("timedatectl"):
+        return
+    command = ["timedatectl", "show", "--property", "NTPSynchronized", "--value"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    if done.stdout.strip() == "no":
+        yield problem(
+            "clock: not synchronised; the SuperLink refuses SuperNodes whose clock is "
+            f"{CLOCK_LIMITS}: turn on NTP (timedatectl set-ntp true)"
+        )
+
+
+@check
+def check_port(address: str, ca: Path) -> Iterator[Finding]:
+    """A TLS server listens there, with a certificate of our CA for this name."""
+    host, port = split_address(address)
+    try:
+        socket.create_connection((host, port), timeout=TIMEOUT_S).close()
+    except OSError as error:
+        reason = {
+            socket.gaierror: "no such name: check the name and this machine's DNS",
+            TimeoutError: f"no answer: a firewall may drop port {port}",
+        }.get(type(error), f"{error.strerror}: is the SuperLink running, the port published?")
+        yield problem(f"{address}: {reason}{proxy_hint(address)}")
+        return
+    if not os.access(ca, os.R_OK):
+        return  # a finding of check_certificate
+    try:
+        handshake(address, ca)
+    except ssl.SSLCertVerificationError as error:
+        other = f"is not from the CA in {ca}: {error.verify_message}"
+        remedy = HANDSHAKE_REMEDIES.get(error.verify_code, other)
+        yield problem(f"{address}: its certificate {remedy}")
+    except OSError as error:
+        yield problem(f"{address}: no TLS there ({error}): is it another service's port?")
+    else:
+        yield fine(f"{address} answers, with a certificate of our CA for this name")
+
+
+@check
+def check_key(address: str, ca: Path, key: Path) -> Iterator[Finding]:
+    """The SuperLink knows this client's key. Changes nothing there."""
+    from flower_adapter.registration import Registration, registration_of
+    from keel.deployment.keys import fingerprint, load_client_key, public_half
+
+    private = load_client_key(key)
+    own = public_half(private)
+    requests = sorted(key.parent.glob("*.pub"))
+    for request in requests:
+        if request.read_text(errors="replace").split()[:2] != own.split():
+            yield problem(
+                f"{key} does not belong to {request}: put the client's directory back, or move "
+                f"{request.name} away and run `keel deploy key`"
+            )
+            return
+    registration, details = registration_of(private, address, ca.read_bytes(), TIMEOUT_S)
+    shown = f"{key}, {fingerprint(own)}"
+    match registration:
+        case Registration.KNOWN:
+            owner = f", of client {requests[0].stem}" if requests else ""
+            yield fine(f"the SuperLink knows the key in {shown}{owner}")
+        case Registration.CLOCKS_DIFFER:
+            yield problem(
+                f"this machine's clock says {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S}"
+                f" UTC, which the SuperLink refuses: it is {CLOCK_LIMITS}. Synchronise both clocks "
+                "(timedatectl set-ntp true)"
+            )
+        case Registration.UNKNOWN:
+            yield problem(
+                f"the SuperLink does not know the key in {shown}: send "
+                f"{requests[0] if requests else 'its request'} to the server's operator, who "
+                "registers it (`make register`; without containers, `keel deploy register`)"
+            )
+        case Registration.REFUSED if "ALPN" in details:  # TLS without gRPC
+            yield problem(
+                f"{address} is the SuperLink's port for users, or another service's: --fleet takes "
+                "its port for clients (9092 unless changed)"
+            )
+        case Registration.REFUSED:
+            yield problem(
+                f"the SuperLink refuses the key in {shown}: {details[:300]}{proxy_hint(address)}"
+            )
+
+
+@check
+def check_registered(ca: Path, superlink: str) -> Iterator[Finding]:
+    """Every registered client is connected."""
+    from flower_adapter.registration import registered_nodes
+
+    problems = [found for found in check_port(superlink, ca) if found.is_problem]
+    yield from problems
+    if problems:
+        return
+    nodes = [n for n in registered_nodes(superlink, ca.read_bytes()) if n.status != "unregistered"]
+    for node in sorted(nodes, key=lambda node: (node.name, node.node_id)):
+        how = "has never connected" if node.status == "registered" else f"is {node.status}"
+        if not node.name:
+            yield problem(
+                f"SuperNode {node.node_id} {how} and was registered without a client's name: runs "
+                f"refuse it: flwr supernode unregister {node.node_id} deployment"
+            )
+        elif node.status != "online":
+            yield problem(
+                f"SuperNode {node.node_id} of {node.name} {how}: run `keel doctor client` on its "
+                "machine"
+            )
+    if num_online := [node.status for node in nodes].count("online"):
+        yield fine(
+            f"{num_of('SuperNode', num_online)} {'is' if num_online == 1 else 'are'} connected"
+        )
+
+
+# --- containers ----------------------------------------------------------------------------------
+
+
+@check
+def check_containers(
+    machine: Machine, options: Sequence[str], check_here: Callable[[], Iterator[Finding]]
+) -> Iterator[Finding]:
+    """All of a machine's containers run, and what the doctor finds in the one that computes.
+
+    options: of `keel doctor MACHINE --inside` there. check_here: the same checks on this machine,
+    for one without containers.
+    """
+    containers, why = [], f"none of a {machine} runs here"
+    if shutil.which("docker"):
+        labels = ("project", "service")
+        label = '{{.Label "com.docker.compose.NAME"}}'
+        columns = ["{{.Names}}", *(label.replace("NAME", name) for name in labels)]
+        command = ["docker", "ps", "--format", "\t".join([*columns, "{{.Status}}"])]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+        rows = [line.split("\t") for line in done.stdout.splitlines()]
+        containers = sorted(
+            row for row in rows if row[1].startswith("keel-") and row[2] in SERVICES[machine]
+        )
+        if done.returncode:
+            why = f"{' '.join(done.stderr.split())[:300]} (for containers, start Docker, and run "
+            why += "`keel doctor` as a user who may use it)"
+    if not containers:
+        found = problem if "permission denied" in why else skipped
+        yield found(f"containers: {why}; checking this machine instead")
+        yield from check_here()
+    for project in dict.fromkeys(row[1] for row in containers):
+        running = {row[2] for row in containers if row[1] == project}
+        if missing := [name for name in SERVICES[machine] if name not in running]:
+            yield problem(
+                f"containers: {project} runs here without its {', '.join(missing)}: see how that "
+                "ended with `docker ps --all`, and deploy again"
+            )
+    for name, _, service, status in containers:
+        if status.startswith("Restarting"):
+            yield problem(f"{name}: exits when started: docker logs --tail 20 {name}")
+        elif service == SERVICES[machine][-1]:
+            yield from check_container(name, [machine, "--inside", *options])
+
+
+@check
+def check_container(container: str, options: Sequence[str]) -> Iterator[Finding]:
+    """What the doctor finds in this container."""
+    command = ["docker", "exec", container, "python", "-m", "keel", "doctor", *options]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=INSIDE_TIMEOUT_S, check=False
+    )
+    findings = [
+        Finding(mark, f"{container}: {text.lstrip()}")
+        for mark, _, text in (line.partition(" ") for line in done.stdout.splitlines())
+        if mark in MARKS
+    ]
+    yield from findings
+    if not findings or done.returncode not in (0, 1):
+        reason = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+        yield problem(f"{container}: the doctor did not finish there: {reason}")
