@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from keel.deployment.reach import handshake
+from keel.deployment.reach import handshake, proxy_hint
 from keel.deployment.superlink import SuperLinkClient, app_directory
 from keel.job import EngineOptions, Job
 from keel.progress import Terminal
@@ -75,17 +75,19 @@ def show_log(client: SuperLinkClient, run_id: int, terminal: Terminal) -> None:
 
 
 def unreachable(options: EngineOptions) -> str:
-    """Why no TLS connection to the SuperLink can be made, such as a certificate; "" if one can.
+    """Why the SuperLink cannot be reached, such as a certificate or a proxy; "" if it can.
 
     Flower says only that the SuperLink is unavailable.
     """
     if ":" not in options.federation or not options.root_certificates:
         return ""
+    hint = proxy_hint(options.federation)
     try:
         handshake(options.federation, options.root_certificates)
-        return ""
+        reason = "Flower's command line gets no answer" if hint else ""
     except (OSError, ValueError) as error:
-        return f"the SuperLink {options.federation} cannot be reached: {error}"
+        reason = str(error)
+    return reason and f"the SuperLink {options.federation} cannot be reached: {reason}{hint}"
 
 
 def resume_command(overrides: Mapping[str, OptionValue], options: EngineOptions) -> str:

@@ -305,8 +305,8 @@ def identity_problem(node: int, client: str, names: Mapping[int, str] | None) ->
     claimed = in_one_line(client, 64)
     if node not in names:
         return (
-            f"it calls itself {claimed!r}, and its key has no name: add its public key to the "
-            "server's credentials/server/clients and run `keel deploy register`"
+            f"it calls itself {claimed!r}, and its key has no name: register its request, "
+            "the NAME.pub of its credentials, with `keel deploy register`"
         )
     return (
         f"it calls itself {claimed!r}, but its key is registered as {names[node]!r}: deploy it "

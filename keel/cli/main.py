@@ -21,6 +21,12 @@ from protocol.text import printable
 RUNS, LISTS, TOOLS, OWN = "Runs", "Available", "Tools", "Your own methods"
 # modules that the image of a deployment lacks
 NOT_IN_IMAGE = ("keel.experiments", "keel.deployment.loopback", "keel.views")
+# modules that an extra of pyproject.toml brings
+EXTRAS = {
+    **dict.fromkeys(("ray",), "simulation"),
+    **dict.fromkeys(("fastapi", "jinja2", "markupsafe", "pandas", "plotly", "uvicorn"), "views"),
+    **dict.fromkeys(("filelock", "ruamel"), "experiments"),
+}
 # name: (module, panel of the help, first line of the help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "run": ("run", RUNS, "Train: `keel run method=fedintr num-rounds=10`."),
@@ -146,6 +152,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
+def remedy_for(module: str) -> str:
+    """How to get a module that an installation may lack; empty for any other."""
+    if module.startswith(NOT_IN_IMAGE):
+        return "use a checkout or `pip install`"
+    extra = EXTRAS.get(module.partition(".")[0])
+    return (
+        f"install Keel's extra `{extra}` (pip install '.[{extra}]' in a checkout)" if extra else ""
+    )
+
+
 def is_interrupted(error: BaseException | None) -> bool:
     """Whether Ctrl-C caused the error: an interrupted import may end in another one."""
     return error is not None and (
@@ -175,9 +191,9 @@ def hint(error: click.ClickException) -> str:
 def described(error: Exception) -> str:
     """What went wrong, and which variable moves a file that cannot be used."""
     if isinstance(error, ModuleNotFoundError):
-        if not (error.name or "").startswith(NOT_IN_IMAGE):
+        if not (remedy := remedy_for(error.name or "")):
             raise error
-        return f"this installation lacks {error.name}: use a checkout or `pip install`"
+        return f"this installation lacks {error.name}: {remedy}"
     if not isinstance(error, OSError) or not error.filename:
         return str(error)
     from protocol.config import keel_home

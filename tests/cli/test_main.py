@@ -85,9 +85,11 @@ def test_every_command_loads_and_shows_its_help(name, printed):
         (("experiments", "list"), "keel.experiments.scale"),
         (("deploy", "loopback"), "keel.deployment.loopback"),
         (("ui",), "keel.views.server"),
+        (("ui",), "plotly"),
+        (("run", "--engine", "flower", "--clients", "2"), "ray"),
     ],
 )
-def test_a_command_that_the_image_lacks_is_one_line(arguments, module):
+def test_a_command_that_the_installation_lacks_a_part_of_is_one_line(arguments, module):
     code = """
 import sys
 name, *words = sys.argv[1:]
@@ -97,7 +99,7 @@ sys.exit(main(words))
 """
     command = [sys.executable, "-c", code, module, *arguments]
     found = subprocess.run(command, capture_output=True, text=True, cwd=app_folder)
-    assert (found.returncode, found.stdout) == (2, "")
+    assert found.returncode == 2
     assert module in found.stderr
     assert found.stderr.count("\n") == 1
 

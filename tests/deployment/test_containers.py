@@ -1,4 +1,4 @@
-"""Real containers: compose.local.yml trains digits to the end, one client killed on the way.
+"""Real containers: a server and three clients train digits to the end, one killed on the way.
 
 Engine, compose and debootstrap come from Debian's packages (installed if they are missing), the
 base image is made here. Everything lives under one folder and a Docker daemon of its own, and is
@@ -21,12 +21,15 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from deployment_fixtures import documented_commands
 from run_fixtures import wait_until
+from sklearn.datasets import load_digits
 
 from keel.deployment.credentials import make_credentials
+from keel.deployment.keys import make_key
 from keel.deployment.loopback import free_ports
 from keel.deployment.reach import wait_for_server
 from keel.deployment.superlink import SuperLinkClient
@@ -41,6 +44,8 @@ packages = {
 debian = ["--variant=minbase", "--include=python3,python3-venv,ca-certificates", "bookworm"]
 torch_cpu = os.environ.get("KEEL_TEST_TORCH", "torch")  # such as torch==2.13.0+cpu
 clients = [f"client-000{i}" for i in range(3)]
+# a container that may reach the outside, and those that run the code of a run
+PLACES = [(clients[0], "supernode"), (clients[0], "executor"), ("server", "serverapp")]
 run_limit_s = 900
 resolver_address = "127.0.53.53"  # of this machine's loopback, as systemd's resolver is
 
@@ -179,45 +184,67 @@ def image(work, docker):
     return "keel"
 
 
+def write_part(folder, number):
+    """A third of scikit-learn's digits, as a site's own npz file."""
+    images, labels = load_digits(return_X_y=True)
+    part = slice(number, None, len(clients))
+    images = (images.reshape(-1, 8, 8) * 15).astype(np.uint8)[part]
+    labels, cut = labels[part], len(labels[part]) * 4 // 5
+    names = ("x_train", "y_train", "x_test", "y_test")
+    parts = (images[:cut], labels[:cut], images[cut:], labels[cut:])
+    folder.mkdir(parents=True)
+    np.savez(folder / "own.npz", **dict(zip(names, parts, strict=True)))
+
+
 @pytest.fixture(scope="module")
-def local(work, docker, image):
-    """compose.local.yml, up, with registered clients: what `make deploy-local` does."""
+def deployed(work, docker, image):
+    """A server and clients with own data and keys, as `make deploy-server`, ... start them."""
     [control] = free_ports(1)
     credentials = work / "credentials"
-    make_credentials(credentials, ["superlink"], clients)
+    make_credentials(credentials, ["superlink"])
+    for number, name in enumerate(clients):
+        write_part(work / "data" / name, number)
+        make_key(credentials / name, name)
+        shutil.copy(credentials / "server" / "ca.pem", credentials / name)
     sh("chown", "-R", "10001", str(credentials))
-    env = docker | {
-        "KEEL_CREDENTIALS": str(credentials),
-        "KEEL_CONTROL": f"127.0.0.1:{control}",
-        "KEEL_IMAGE": image,
-        "KEEL_UID": "10001",
-    }
-    compose = Compose(env)
-    superlink = SuperLinkClient(
-        work / "flwr", f"127.0.0.1:{control}", credentials / "server/ca.pem"
-    )
+    env = docker | {"KEEL_IMAGE": image, "KEEL_UID": "10001", "KEEL_SOURCE": "npz:/data/own.npz"}
+    env |= {"KEEL_SERVER": "superlink:9092", "KEEL_FLEET": "127.0.0.1:0"}
+    env |= {"KEEL_CONTROL": f"127.0.0.1:{control}"}
+    files = ["docker/compose.client.yml", "tests/deployment/compose.trial.yml"]
+    machines = {"server": Compose("server", ["docker/compose.server.yml"], env | {
+        "KEEL_CREDENTIALS": str(credentials / "server")})}  # fmt: skip
+    for name in clients:
+        own = {"KEEL_CLIENT": name, "KEEL_DATA": str(work / "data" / name)}
+        own |= {"KEEL_CREDENTIALS": str(credentials / name)}
+        machines[name] = Compose(name, files, env | own)
+    ca = credentials / "server" / "ca.pem"
+    superlink = SuperLinkClient(work / "flwr", f"127.0.0.1:{control}", ca)
     try:
-        compose("up", "-d", "superlink", "serverapp")
-        wait_for_server(f"127.0.0.1:{control}", credentials / "server" / "ca.pem", 120)
+        machines["server"]("up", "-d")
+        wait_for_server(f"127.0.0.1:{control}", ca, 120)
         register = ["python", "-m", "keel", "deploy", "register", "--credentials", "/credentials"]
-        lines = compose("exec", "-T", "superlink", *register).splitlines()
-        assert [line.split()[0] for line in lines] == ["registered"] * 3
-        compose("up", "-d")
-        yield compose, superlink
+        requests = "".join((credentials / name / f"{name}.pub").read_text() for name in clients)
+        lines = machines["server"]("exec", "-T", "superlink", *register, "-", input=requests)
+        assert [line.split()[0] for line in lines.splitlines()[:3]] == ["registered"] * 3
+        for name in clients:
+            machines[name]("up", "-d")
+        yield machines, superlink
     finally:
-        print(compose("logs", "--no-color", "--tail", "30"))
-        compose("down", "--volumes", "--timeout", "20")
+        for machine in reversed(machines.values()):
+            print(machine("logs", "--no-color", "--tail", "30"))
+            machine("down", "--volumes", "--timeout", "20")
 
 
 class Compose:
-    """docker-compose on compose.local.yml."""
+    """docker-compose for one machine of the deployment."""
 
-    def __init__(self, env):
-        self.env = env
+    def __init__(self, name, files, env):
+        self.project, self.env = f"keel-trial-{name}", env
+        self.options = ["-p", self.project, "--project-directory", str(app_folder / "docker")]
+        self.options += [word for file in files for word in ("-f", str(app_folder / file))]
 
-    def __call__(self, *words):
-        files = ["-p", "keel-test", "-f", str(app_folder / "docker/compose.local.yml")]
-        return sh("docker-compose", *files, *words, env=self.env)
+    def __call__(self, *words, **options):
+        return sh("docker-compose", *self.options, *words, env=self.env, **options)
 
     def within(self, service, code):
         """What Python code prints in a service's container."""
@@ -231,13 +258,9 @@ history = (
 
 
 def test_compose_files_are_what_compose_takes(docker, work):
-    given = docker | {
-        "KEEL_SERVER": "a:1",
-        "KEEL_CLIENT": "site-a",
-        "KEEL_DATA": str(work),
-        "KEEL_DEVICE": "cuda",
-    }
-    for files in (["server"], ["client"], ["client", "gpu"], ["local"]):
+    given = docker | {"KEEL_SERVER": "a:1", "KEEL_CLIENT": "site-a", "KEEL_DATA": str(work)}
+    given |= {"KEEL_DEVICE": "cuda"}
+    for files in (["server"], ["client"], ["client", "gpu"]):
         words = [w for f in files for w in ("-f", str(app_folder / f"docker/compose.{f}.yml"))]
         resolved = yaml.safe_load(sh("docker-compose", *words, "config", env=given))
         assert resolved["services"]
@@ -246,8 +269,8 @@ def test_compose_files_are_what_compose_takes(docker, work):
             assert 'name="site-a" source="folder:/data" device="cuda"' in command[-1]
 
 
-def test_digits_are_trained_to_the_end_and_a_killed_client_comes_back(local):
-    compose, superlink = local
+def test_digits_are_trained_to_the_end_and_a_killed_client_comes_back(deployed):
+    machines, superlink = deployed
     run_id = superlink.submit(
         {
             "method": "fedreco",
@@ -265,23 +288,23 @@ def test_digits_are_trained_to_the_end_and_a_killed_client_comes_back(local):
     )
 
     def lines():
-        return [
-            json.loads(line) for line in compose.within("serverapp", history).split("\n") if line
-        ]
+        found = machines["server"].within("serverapp", history)
+        return [json.loads(line) for line in found.split("\n") if line]
 
     deadline = time.monotonic() + run_limit_s
     while len(lines()) < 2:
         assert time.monotonic() < deadline
         time.sleep(2)  # each look is a process in the container
-    for service in ("worker-1", "executor-1"):
-        compose("kill", "-s", "SIGKILL", service)
-    compose("up", "-d", "executor-1")  # compose does not restart what it was told to kill
+    killed = machines[clients[1]]
+    for service in ("worker", "executor"):
+        killed("kill", "-s", "SIGKILL", service)
+    killed("up", "-d", "executor")  # compose does not restart what it was told to kill
     assert superlink.wait(run_id, run_limit_s) == "finished:completed"
     rows = lines()
     assert [row["round"] for row in rows] == list(range(1, 13))
     assert "client-0001" in rows[-1]["participants"]
-    state = compose.within(
-        "worker-1",
+    state = machines[clients[1]].within(
+        "worker",
         "from pathlib import Path; print(*Path('/state/keel/clients').rglob('*/client-0001/*'))",
     )
     assert "round-00012-" in state
@@ -290,21 +313,21 @@ def test_digits_are_trained_to_the_end_and_a_killed_client_comes_back(local):
     assert accuracies[-1] > 0.5
 
 
-def test_the_code_of_a_run_finds_neither_data_nor_client_state_and_the_worker_no_network(local):
-    compose, _ = local
+def test_the_code_of_a_run_finds_neither_data_nor_client_state_and_the_worker_no_network(deployed):
+    machines, _ = deployed
     code = (
         "import socket; from pathlib import Path\n"
         "print([n for _, n in socket.if_nameindex()], Path('/data').exists(),"
         " Path('/state/keel/clients').exists(), Path('/run/keel/worker.sock').is_socket())"
     )
-    _, *executor = compose.within("executor-0", code).rsplit(maxsplit=3)
+    _, *executor = machines[clients[0]].within("executor", code).rsplit(maxsplit=3)
     assert executor == ["False", "False", "True"]
-    interfaces, *_ = compose.within("worker-0", code).rsplit(maxsplit=3)
+    interfaces, *_ = machines[clients[0]].within("worker", code).rsplit(maxsplit=3)
     assert interfaces == "['lo']"
 
 
-def test_the_code_of_a_run_cannot_take_the_socket_away_nor_fill_the_disk(local):
-    compose, _ = local
+def test_the_code_of_a_run_cannot_take_the_socket_away_nor_fill_the_disk(deployed):
+    machines, _ = deployed
     code = (
         "import os; from pathlib import Path\n"
         "for do in (lambda: os.unlink('/run/keel/worker.sock'), Path('/run/keel/x').mkdir,"
@@ -312,23 +335,23 @@ def test_the_code_of_a_run_cannot_take_the_socket_away_nor_fill_the_disk(local):
         "    try: do(); print('done')\n"
         "    except OSError as error: print(error.errno)\n"
     )
-    assert compose.within("executor-0", code).split() == [str(errno.EROFS)] * 4
+    assert machines[clients[0]].within("executor", code).split() == [str(errno.EROFS)] * 4
 
 
-def test_a_killed_worker_is_restarted_and_answers_again(local, docker):
-    compose, _ = local
+def test_a_killed_worker_is_restarted_and_answers_again(deployed, docker):
+    machines, _ = deployed
     ask = "from client_app.worker_client import worker_status as ask\n"
     ask += "print(pid := ask('/run/keel/worker.sock', 90)['pid'])\n"
     with contextlib.suppress(AssertionError):  # the container ends
-        compose.within("worker-2", ask + "import os; os.kill(pid, 9)")
-    name = compose("ps", "-q", "worker-2").strip()
+        machines[clients[2]].within("worker", ask + "import os; os.kill(pid, 9)")
+    name = machines[clients[2]]("ps", "-q", "worker").strip()
     count = ["docker", "inspect", "--format", "{{.RestartCount}}", name]
     wait_until(lambda: sh(*count, env=docker).strip() == "1", 60)
-    assert compose.within("executor-2", ask).strip().isdigit()
+    assert machines[clients[2]].within("executor", ask).strip().isdigit()
 
 
-def test_the_code_of_a_run_reaches_no_network_but_its_supernode(local):
-    compose, _ = local
+def test_the_code_of_a_run_reaches_no_network_but_its_supernode(deployed):
+    machines, _ = deployed
     code = (
         "import socket\n"
         "socket.create_connection(('supernode', 9094), 5).close(); print('supernode')\n"
@@ -336,61 +359,56 @@ def test_the_code_of_a_run_reaches_no_network_but_its_supernode(local):
         "    try: socket.create_connection(there, 3); print('reached', there)\n"
         "    except OSError: pass\n"
     )
-    assert compose.within("executor-0", code).split() == ["supernode"]
+    assert machines[clients[0]].within("executor", code).split() == ["supernode"]
 
 
-def test_names_that_the_code_of_a_run_looks_up_reach_no_resolver(local, asked):
+def test_names_that_the_code_of_a_run_looks_up_reach_no_resolver(deployed, asked):
     """A name can carry data out: older engines ask the machine's resolver for an inner network."""
-    compose, _ = local
+    machines, _ = deployed
     code = (
         "import socket\n"
         "try: socket.getaddrinfo('data-of-{}.example', 80); print('found')\n"
         "except OSError: print('unknown')\n"
     )
-    for service in ("supernode-0", "executor-0", "serverapp"):
-        assert compose.within(service, code.format(service)).strip() == "unknown"
+    for machine, service in PLACES:
+        assert machines[machine].within(service, code.format(service)).strip() == "unknown"
     questions = b" ".join(asked)
-    assert b"data-of-supernode-0" in questions  # who may reach the outside: the check sees it
-    assert b"data-of-executor-0" not in questions
+    assert b"data-of-supernode" in questions  # who may reach the outside: the check sees it
+    assert b"data-of-executor" not in questions
     assert b"data-of-serverapp" not in questions
 
 
-def test_the_code_of_a_run_reaches_no_service_of_its_machine(local, docker):
+def test_the_code_of_a_run_reaches_no_service_of_its_machine(deployed, docker):
     """Everything that listens on all addresses is there at the gateway of an ordinary bridge."""
-    compose, _ = local
+    machines, _ = deployed
     reached = {}
     with socket.create_server(("0.0.0.0", 0)) as service_of_this_machine:
         port = service_of_this_machine.getsockname()[1]
-        for service, network in (
-            ("supernode-0", "fleet"),
-            ("executor-0", "client-0"),
-            ("serverapp", "server"),
-        ):
-            words = [
-                "docker",
-                "network",
-                "inspect",
-                "--format",
-                "{{(index .IPAM.Config 0).Subnet}}",
-            ]
-            subnet = sh(*words, f"keel-test_{network}", env=docker).strip()
+        for machine, service in PLACES:
+            network = "keel-trial-server_outside"
+            if service != "supernode":
+                network = f"{machines[machine].project}_inside"
+            words = ["docker", "network", "inspect", "--format"]
+            words += ["{{(index .IPAM.Config 0).Subnet}}", network]
+            subnet = sh(*words, env=docker).strip()
             gateway = next(ipaddress.ip_network(subnet).hosts())
             code = (
                 "import socket\n"
                 f"try: socket.create_connection(('{gateway}', {port}), 3); print('reached')\n"
                 "except OSError: print('not reached')\n"
             )
-            reached[service] = compose.within(service, code).strip()
+            reached[service] = machines[machine].within(service, code).strip()
     assert reached == {
-        "supernode-0": "reached",  # the check sees what there is to see
-        "executor-0": "not reached",
+        "supernode": "reached",  # the check sees what there is to see
+        "executor": "not reached",
         "serverapp": "not reached",
     }
 
 
-def test_containers_run_unprivileged_and_hold_no_secret(local, docker, image):
-    compose, _ = local
-    assert compose.within("executor-0", "import os; print(os.getuid())").strip() == "10001"
+def test_containers_run_unprivileged_and_hold_no_secret(deployed, docker, image):
+    machines, _ = deployed
+    user = "import os; print(os.getuid())"
+    assert machines[clients[0]].within("executor", user).strip() == "10001"
     found = sh("docker", "run", "--rm", image, "find", "/app", "-name", "*.key", env=docker)
     assert found.strip() == ""
 

@@ -148,11 +148,10 @@ def requirements(name):
     return {r.name: r.specifier for r in (Requirement(x) for x in lines if x[0] != "#")}
 
 
-def test_the_image_has_the_dependencies_and_tensorboard_pinned_within_them():
+def test_the_image_has_the_dependencies_alone_pinned_within_them():
     project = tomllib.loads((app_folder / "pyproject.toml").read_text())["project"]
-    lines = [*project["dependencies"], *project["optional-dependencies"]["tensorboard"]]
     listed = requirements("requirements.txt")
-    assert listed == {r.name: r.specifier for r in map(Requirement, lines)}
+    assert listed == {r.name: r.specifier for r in map(Requirement, project["dependencies"])}
     pinned = requirements("constraints.txt")
     assert pinned.keys() == listed.keys()
     for name, [only] in pinned.items():
