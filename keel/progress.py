@@ -93,8 +93,7 @@ class Terminal(logging.Handler):
         if " test image" not in self.shown.get("data", ""):
             numbers = info.num_train, info.num_test, info.image_shape, info.num_classes
             self.row("images", size_of_data(*numbers))
-        if "parameters" not in self.shown.get("model", ""):
-            self.row("parameters", f"{info.num_parameters:,}")
+        self.row("parameters", f"{info.num_parameters:,}")
         if info.device != "cpu":
             are_eager = info.device.startswith("cuda") and not info.config["cuda-graphs"]
             self.row("device", f"{info.device}; {RECORD}" if are_eager else info.device)
