@@ -34,7 +34,8 @@ from client_app.setup import device_for, forget_sources, representation_width
 from client_app.site_privacy import charge_release, check_limits, is_site
 from client_app.state import StateFolder
 from flower_adapter import GPU_LOST
-from protocol.arrays import Arrays, all_finite, mismatch, tensors
+from protocol.array_records import tensors
+from protocol.arrays import Arrays, all_finite, mismatch
 from protocol.files import private_files
 from protocol.messages import (
     EvaluateRequest,

@@ -1,18 +1,16 @@
-"""Arrays by name: what is wrong with those of an update, and how they are packed and sent.
+"""Arrays by name: what is wrong with those of an update, and how they are packed.
 
 The bytes are those of the package safetensors, in pieces, so that no second copy is made; a test
-compares them. In a message, tensors are one Flower array, packed when they leave the process:
-within the process the receiver gets the sender's tensors.
+compares them.
 """
 
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
-from flwr.app import Array, ArrayRecord
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
@@ -155,97 +153,7 @@ def packed_size(shapes: Shapes) -> int:
     return len(header(in_order(shapes), tuple(metadata.items()))) + num_bytes
 
 
-def of_plain(name: str) -> Any:
-    """This attribute of `HandedArrays`, which is that of its plain array."""
-    return property(lambda array: getattr(array.plain, name))
-
-
-class HandedArrays(Array):
-    """Tensors as one Flower array; it makes its bytes once they are read, to leave the process.
-
-    Flower reads them to send a message (`deflate`, `children`, `object_id`, protobuf) or to pickle
-    it for Ray; each then has an `Array` with these bytes, because Flower writes the name of the
-    class down. Public, except for the names of these methods.
-    """
-
-    def __init__(self, arrays: Arrays) -> None:
-        handed = {
-            name: (array.detach() if array.requires_grad else array).cpu().contiguous()
-            for name, array in arrays.items()
-        }
-        self.__dict__.update(dtype="uint8", stype=PACKED, arrays=handed)
-
-    def packed(self) -> Array:
-        """The array with its bytes."""
-        arrays: Arrays = self.__dict__["arrays"]
-        data = b"".join(packed_pieces(arrays, names_of(arrays)))
-        return Array(self.dtype, (len(data),), self.stype, data)
-
-    @cached_property
-    def plain(self) -> Array:
-        """The array with its bytes, made once."""
-        return self.packed()
-
-    data, shape = of_plain("data"), of_plain("shape")
-    children, object_id = of_plain("children"), of_plain("object_id")
-    slice_array, deflate = of_plain("slice_array"), of_plain("deflate")
-
-    def __reduce__(self) -> Any:
-        # not cached: Ray holds its own copy from here on
-        array = self.plain if "plain" in self.__dict__ else self.packed()
-        return Array, (array.dtype, array.shape, array.stype, array.data)
-
-    @cached_property
-    def size_bytes(self) -> int:
-        """The number of bytes, without making them."""
-        arrays: Arrays = self.__dict__["arrays"]
-        return packed_size(tuple((name, a.dtype, a.shape) for name, a in arrays.items()))
-
-
-def array_record(arrays: Arrays, name: str = "arrays") -> ArrayRecord:
-    """Tensors as one Flower array called `name`, in the safetensors format; do not modify them.
-
-    A SuperLink stores two objects for each Flower array, at ten or more database statements an
-    object: sent one by one, a network's arrays would be most of the cost of a round in deployment.
-    """
-    record = ArrayRecord()
-    if arrays:
-        record[name] = HandedArrays(arrays)  # the constructor would make a copy of its bytes
-    return record
-
-
-def joined(*records: ArrayRecord) -> ArrayRecord:
-    """One record with the arrays of all."""
-    whole = ArrayRecord()
-    for record in records:
-        for name, array in record.items():
-            whole[name] = array
-    return whole
-
-
 def unpacked(content: bytes) -> tuple[Arrays, dict[str, str]]:
     """(arrays, metadata) in bytes of the safetensors format. Raises UNREADABLE for others."""
     length = int.from_bytes(content[:8], "little")
     return load(content), json.loads(content[8 : 8 + length])["__metadata__"]
-
-
-def tensors(record: ArrayRecord | None) -> Arrays:
-    """The tensors in a record, in their order; {} for none. Do not modify them.
-
-    A record that was made in this process has the sender's tensors. Bytes sent by a client may
-    raise any exception here, not only ValueError.
-    """
-    found: Arrays = {}
-    for name, array in (record or {}).items():
-        if isinstance(array, HandedArrays):
-            found |= array.__dict__["arrays"]
-            continue
-        length = int.from_bytes(array.data[:8], "little")
-        if array.stype != PACKED or length > MAX_HEADER_BYTES:
-            raise ValueError(f"{name!r} holds no arrays packed by Keel")
-        values, about = unpacked(array.data)
-        names = json.loads(about["names"])
-        if set(names) != values.keys() or values.keys() & found.keys():
-            raise ValueError(f"{name!r} holds other arrays than it names")
-        found |= {key: values[key] for key in names}
-    return found

@@ -22,7 +22,8 @@ from typing import Annotated, Any, TypeVar
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
-from protocol.arrays import Arrays, HandedArrays, array_record, tensors
+from protocol.array_records import HandedArrays, array_record, tensors
+from protocol.arrays import Arrays
 from protocol.code import code_digest
 from protocol.config import RunConfig, config_from_json, keel_version
 from protocol.text import check_client_name, in_one_line

@@ -10,7 +10,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Error, RecordDict
 
-from protocol.arrays import array_record, joined, tensors
+from protocol.array_records import array_record, joined, tensors
 from protocol.messages import find_record, get_record, message_content
 
 REPLY_RECORDS = ("reply", "arrays", "extra", "metrics")

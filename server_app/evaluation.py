@@ -7,7 +7,8 @@ from collections.abc import Sequence, Set
 from flwr.app import Message, MessageType
 
 import client_app.evaluation
-from protocol.arrays import Arrays, array_record
+from protocol.array_records import array_record
+from protocol.arrays import Arrays
 from protocol.config_keys import RoundsConfig
 from protocol.messages import EvaluateRequest, TrainReply, request_record
 from server_app.history import Line

@@ -13,7 +13,8 @@ from logging.handlers import MemoryHandler
 import torch
 from flwr.app import Message
 
-from protocol.arrays import Arrays, all_finite, array_record, tensors
+from protocol.array_records import array_record, tensors
+from protocol.arrays import Arrays, all_finite
 from protocol.files import digest, private_files
 from protocol.messages import TrainRequest, request_record
 from protocol.options import OptionValue

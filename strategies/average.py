@@ -17,7 +17,8 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from models import StagedModel
-from protocol.arrays import Arrays, array_record, joined, mismatch, tensors
+from protocol.array_records import array_record, joined, tensors
+from protocol.arrays import Arrays, mismatch
 from protocol.code import place_of
 from protocol.config import RunConfig
 from protocol.messages import RosterEntry, TrainReply, message_content

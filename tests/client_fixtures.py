@@ -20,7 +20,7 @@ from client_app.setup import build_network, dataset_spec_of, open_source
 from keel.method_checks import Subject
 from models.cnn import _plain_cnn
 from models.registry import BUILDERS
-from protocol.arrays import array_record
+from protocol.array_records import array_record
 from protocol.config import resolve_config
 from protocol.messages import TrainRequest, message_content, request_record
 from protocol.models import MODELS, ModelSpec

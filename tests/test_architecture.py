@@ -28,7 +28,7 @@ LAYERS = (
     ("keel",),
 )
 LAYER_OF = {package: n for n, packages in enumerate(LAYERS) for package in packages}
-WITH_TORCH = {f"protocol.{name}" for name in ("arrays", "messages", "simulated")}
+WITH_TORCH = {f"protocol.{name}" for name in ("array_records", "arrays", "messages", "simulated")}
 
 # What Keel uses of Flower; all else is in flower_adapter.
 FLOWER = {

@@ -17,7 +17,7 @@ from method_fixtures import Forgetful, Leaky, Twice, with_method
 
 import client_app.privacy as mechanism
 from client_app.site_privacy import Ledger
-from protocol.arrays import tensors
+from protocol.array_records import tensors
 from protocol.discrete_gaussian import discrete_gaussian
 from protocol.privacy import noise_sigma
 from server_app.inline import run_inline

@@ -26,7 +26,7 @@ from client_app.site_privacy import (
     check_limits,
     site_limits,
 )
-from protocol.arrays import array_record, tensors
+from protocol.array_records import array_record, tensors
 from protocol.config import config_from_json
 from protocol.messages import (
     PreflightRequest,

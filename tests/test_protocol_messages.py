@@ -10,7 +10,8 @@ from flwr.app import Array, ArrayRecord, Message, RecordDict
 from run_fixtures import FACTS
 
 from flower_adapter import begin_task, from_bytes, to_bytes
-from protocol.arrays import DTYPES, array_record, packed_pieces, tensors
+from protocol.array_records import array_record, tensors
+from protocol.arrays import DTYPES, packed_pieces
 from protocol.config import resolve_config
 from protocol.messages import (
     RosterEntry,

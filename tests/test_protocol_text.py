@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_protocol_messages import message
 
-from protocol.arrays import PACKED, array_record
+from protocol.array_records import array_record
+from protocol.arrays import PACKED
 from protocol.messages import (
     MAX_METRICS,
     RosterEntry,

@@ -10,7 +10,7 @@ from flwr.app import Error, Message, MessageType
 from run_fixtures import FACTS, answer, same_bits, sent
 from torch import nn
 
-from protocol.arrays import array_record, tensors
+from protocol.array_records import array_record, tensors
 from protocol.config import resolve_config
 from protocol.messages import (
     RESET_NEEDED,

@@ -9,7 +9,7 @@ from run_fixtures import FACTS, answer, same_bits, sent
 from torch import Tensor
 
 from models import StagedModel, build_model
-from protocol.arrays import array_record, tensors
+from protocol.array_records import array_record, tensors
 from protocol.config import resolve_config
 from protocol.messages import RosterEntry, TrainReply, TrainRequest, request_record
 from strategies.fedreco import FedReCoServer

@@ -8,7 +8,7 @@ import torch
 from run_fixtures import FACTS, answer, random_arrays, same_bits, sent
 from torch import Tensor, nn
 
-from protocol.arrays import array_record, tensors
+from protocol.array_records import array_record, tensors
 from protocol.config import resolve_config
 from protocol.messages import RosterEntry, TrainReply, TrainRequest
 from protocol.messages import request_record as record_of

@@ -17,7 +17,7 @@ from run_fixtures import (
 )
 
 import client_app.handlers
-from protocol.arrays import tensors
+from protocol.array_records import tensors
 from protocol.messages import read_reply, reply_content
 from server_app.inline import run_inline
 
