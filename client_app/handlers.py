@@ -20,6 +20,7 @@ from client_app.methods import method_of
 from client_app.networks import products
 from client_app.node_config import (
     NodeConfig,
+    check_own_code,
     client_name,
     is_deployed,
     own_architecture,
@@ -114,6 +115,7 @@ def query(message: Message, context: Context) -> RecordDict:
         return machine_content(report_of(read_request(message, PreflightRequest)))
     request, node = read_request(message, RosterRequest), context.node_config
     config, data = request.config, request.data
+    check_own_code(config, node)
     check_limits(config, node)
     if is_deployed(node):
         forget_data()
@@ -142,6 +144,7 @@ def begin_round(
     failure too.
     """
     config, node = request.config, context.node_config
+    check_own_code(config, node)
     check_limits(config, node)
     if is_site(node):  # its ledger records the run's name
         run_path(request, node)

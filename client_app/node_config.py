@@ -15,6 +15,7 @@ from client_app.state import StateFolder, max_rounds_ahead, state_file
 from client_app.worker_client import worker_variable
 from data.sources import ImageSplit, Source
 from protocol.config import RunConfig, keel_home, refuse_unknown
+from protocol.config_keys import names_in
 from protocol.messages import DatasetSpec, RosterEntry, RoundRequest
 from protocol.models import MODELS
 from protocol.text import check_client_name
@@ -22,6 +23,7 @@ from protocol.text import check_client_name
 # accepts every valid `run-name`, and longer names
 RUN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 NODE_KEYS = ("name", "source", "device", "model", "state-dir", "partition-id", "num-partitions")
+OWN_CODE = "KEEL_OWN_CODE"  # a site's packages for own code, separated by commas
 NodeConfig = Mapping[str, bool | int | float | str]
 
 
@@ -165,6 +167,24 @@ def own_roster_entry(
         num_test=len(labels[1]) if hides else 0,
         device=device,
     )
+
+
+def check_own_code(config: RunConfig, node_config: NodeConfig) -> None:
+    """ValueError, one line, unless this client has the run's own code, of the server's digest.
+
+    A site names in $KEEL_OWN_CODE the packages from which its server may choose: without this, it
+    could have any function of the machine called.
+    """
+    offered = names_in(os.environ.get(OWN_CODE, ""))
+    for own in config.own.values():
+        package = own.place.partition(".")[0]
+        if is_deployed(node_config) and package not in offered:
+            found = f"{OWN_CODE}={','.join(offered)}" if offered else f"{OWN_CODE} is not set"
+            raise ValueError(
+                f"{own.spec}: this site does not offer {package} ({found}): install it at the "
+                "site, and add it to this variable there"
+            )
+        _ = own.value  # raises
 
 
 def clients_folder() -> Path:

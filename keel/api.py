@@ -95,7 +95,7 @@ class Run:
 
 
 def run(
-    config: Mapping[str, OptionValue] | None = None,
+    config: Mapping[str, Any] | None = None,
     *,
     clients: int | None = None,
     engine: str = "inline",
@@ -103,14 +103,16 @@ def run(
     gpus_per_client: float | None = None,
     ray: str | None = None,
     quiet: bool = False,
-    **keys: OptionValue,
+    **keys: Any,
 ) -> Run:
     """Train, and return the finished run.
 
     Parameters
     ----------
     config
-        Config keys and values, such as ``{"method": "fedcka", "fedcka.mu": 5}``.
+        Config keys and values, such as ``{"method": "fedcka", "fedcka.mu": 5}``. Method, model,
+        source and partition may be your own: an object, such as ``method=FedPull(mu=0.3)``, or
+        where to find it, ``"mine.py:FedPull"`` or ``"my_package.pull:FedPull"``.
     clients
         Number of simulated clients. Default: num-clients of the config, else 10.
     engine
@@ -138,6 +140,7 @@ def run(
     """
     from keel.engine import run as run_on_engine
     from keel.job import Engine, EngineOptions
+    from keel.own_objects import with_specs
 
     if not isinstance(config, Mapping | None):
         raise ValueError(
@@ -153,7 +156,7 @@ def run(
         if key in overrides:
             raise ValueError(f"{key} is set twice")
         overrides[key] = value
-    overrides = {key: _plain(value) for key, value in overrides.items()}
+    overrides, own = with_specs({key: _plain(value) for key, value in overrides.items()})
     if engine not in ("inline", "flower"):
         raise ValueError(
             f"engine = {engine!r}: expected inline or flower; `keel run` offers deployment"
@@ -172,7 +175,7 @@ def run(
         raise ValueError(f"ray = {ray!r}: expected a string, HOST:PORT of a Ray cluster")
     try:
         options = EngineOptions(Engine(engine), clients, **shares, ray=ray)
-        saved = run_on_engine(overrides, options, quiet)
+        saved = run_on_engine(overrides, options, quiet, own=own)
     except CommandOptionError as error:
         raise ValueError(f"{error.name} {error.fault}") from None
     assert saved is not None

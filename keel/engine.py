@@ -17,7 +17,7 @@ from keel.runs import SavedRun, find_run
 from protocol.code import line_in_method
 from protocol.config import RunConfig
 from protocol.options import CommandOptionError, ConfigError, OptionValue
-from protocol.own_code import Own
+from protocol.own_code import Own, check_on_all_machines
 from protocol.processes import check_not_forked
 from protocol.ray_nodes import WorkerOptions
 from server_app.run_reader import check_has_rounds_left
@@ -96,6 +96,7 @@ def prepare(
     from keel.deployment.superlink import check_connection
 
     if options.is_remote:
+        check_on_all_machines(config.own)
         check_connection(options.federation)
     ray, ray_key = options.ray or "", "ray"
     if options.engine is Engine.flower and not ray:  # the processes would use it, unchecked

@@ -3,7 +3,7 @@
 import shlex
 
 from data.readers import PublishedSizes
-from keel.deployment.superlink import run_config
+from keel.deployment.superlink import flower_keys, run_config
 from keel.job import Job
 from keel.run_checks import data_size
 from protocol.config import RunConfig
@@ -99,8 +99,13 @@ def rounds_text(config: RunConfig, done: int) -> str:
 
 
 def flwr_rows(job: Job) -> list[tuple[str, str]]:
-    """The row of `flwr_line`; none for a SuperLink's address, as flwr takes a connection's name."""
-    return [] if ":" in job.options.federation else [("same as", flwr_line(job))]
+    """The row of `flwr_line`, if there is one.
+
+    flwr takes a connection's name, not a SuperLink's address, and own code from modules alone.
+    """
+    is_address = ":" in job.options.federation
+    has_it = not is_address and all(own.is_module for own in job.config.own.values())
+    return [("same as", flwr_line(job))] if has_it else []
 
 
 def flwr_line(job: Job) -> str:
@@ -109,7 +114,7 @@ def flwr_line(job: Job) -> str:
     command = [f"RAY_ADDRESS={job.ray}"] if job.ray else []
     command += ["flwr", "run", ".", *([federation] if federation else []), "--stream"]
     if job.overrides:
-        command += ["--run-config", run_config(job.overrides)]
+        command += ["--run-config", run_config(flower_keys(job.overrides))]
     if not federation:
         command += ["--federation-config", federation_config(job)]
     return shlex.join(command)

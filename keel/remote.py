@@ -32,7 +32,7 @@ def run_remotely(job: Job, terminal: Terminal) -> None:
         client = SuperLinkClient(home, options.federation, options.root_certificates)
         overrides = dict(job.overrides)
         if not overrides.get("resume"):  # named here, so that it can be resumed by its name
-            named = f"{time.strftime('%Y%m%d-%H%M%S')}-{job.config.rounds.method}"
+            named = f"{time.strftime('%Y%m%d-%H%M%S')}-{job.config.method_table}"
             overrides["run-name"] = overrides.get("run-name") or named
         terminal.phase(f"submitting to {options.federation}")
         try:

@@ -238,7 +238,15 @@ def resolve_config(
     flat |= overrides
     config = _parse(flat, own_code_in(flat, own or {}))
     validate(config)
-    return with_own_options(config, overrides) if table else config
+    if table:
+        return with_own_options(config, overrides)
+    if config.rounds.method_options:
+        raise ConfigError(
+            "method-options",
+            f"method-options = {config.rounds.method_options!r}: the options of "
+            f"{config.rounds.method} are keys of their own: {config.rounds.method}.NAME",
+        )
+    return config
 
 
 def own_code_in(flat: FlatConfig, given: Mapping[str, Own]) -> dict[str, Own]:
@@ -267,10 +275,17 @@ def is_own(key: str, name: str) -> bool:
 def with_own_options(config: RunConfig, overrides: Mapping[str, OptionValue]) -> RunConfig:
     """The config with the options of its own method: their defaults, or as they were set."""
     options, table = own_options(config.own[config.rounds.method]), config.method_table
-    given = {key: value for key, value in overrides.items() if key.startswith(f"{table}.")}
+    text = config.rounds.method_options
+    try:
+        inline = tomllib.loads(f"options = {{{text}}}")["options"]
+    except tomllib.TOMLDecodeError as error:
+        reason = "expected options as in TOML, such as mu = 0.3, tau = 1.0"
+        raise ConfigError("method-options", f"method-options = {text!r}: {reason}") from error
+    given = {f"{table}.{key}": value for key, value in inline.items()}
+    given |= {key: value for key, value in overrides.items() if key.startswith(f"{table}.")}
     for key in given:
         refuse_unknown("config key", key, list(options))
-    return replace(config, flat={**config.flat, **options, **given})
+    return replace(config, flat={**config.flat, **options, **given, "method-options": ""})
 
 
 def own_options(method: Own) -> FlatConfig:

@@ -203,7 +203,14 @@ class RoundsConfig:
     """The run: who takes part, how long, whose updates count, what is evaluated and written."""
 
     preset: str = option(any_text(), "named paper settings; explicit keys override them")
-    method: str = option(any_text(), "the method; see `keel methods`")
+    method: str = option(
+        any_text(), "the method; see `keel methods`; or your own, such as mine.py:FedPull"
+    )
+    method_options: str = option(
+        any_text(),
+        "options of an own method, such as mu = 0.3, where only keys of pyproject.toml can be set: "
+        "with `flwr run`",
+    )
     server_optimizer: str = option(
         any_text(), "the server's update rule: " + ", ".join(SERVER_OPTIMIZERS)
     )

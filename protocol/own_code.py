@@ -184,6 +184,16 @@ def known(spec: str, found: str) -> Own:
     )
 
 
+def check_on_all_machines(owns: Mapping[str, Own]) -> None:
+    """ValueError, one line, unless all of a run's own code is in modules, as each site has it."""
+    for own in owns.values():
+        if not own.is_module:
+            raise ValueError(
+                f"{own.spec}: a deployment runs what is installed at each of its sites: name a "
+                "module, such as my_package.pull:FedPull"
+            )
+
+
 def hold(owns: Iterable[Own]) -> None:
     """Have this process know own code until it ends; a simulation's workers call it first."""
     _held.extend(map(remembered, owns))

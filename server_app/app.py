@@ -10,6 +10,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from flower_adapter import bound_superlink_retries, is_in_process_grid, on_process_exit
 from protocol.messages import RosterRequest, request_record
+from protocol.own_code import check_on_all_machines
 from server_app.experiment import Experiment
 from server_app.observers import SummaryTable
 from server_app.pool import FlowerWorkers, Pool
@@ -51,6 +52,7 @@ def main(grid: Grid, context: Context) -> None:
 
 def sites_of(grid: Grid, experiment: Experiment, resumed: Path | None) -> Sites:
     """The sites of a deployment, once those that a run needs are connected."""
+    check_on_all_machines(experiment.config.own)
     query = request_record(RosterRequest(experiment.config, experiment.data))
     saved = read_saved_roster(resumed / ROSTER_FILE) if resumed else None
     sites = Sites(grid, experiment.config, query, experiment.source, saved)

@@ -19,6 +19,7 @@ from keel.deployment import proxy_exceptions
 from protocol.config import app_folder, project_file
 from protocol.files import naming
 from protocol.options import OptionValue
+from protocol.own_code import table_of
 
 command_timeout_s = 100.0
 poll_s = 2.0  # each look takes a process a second
@@ -46,6 +47,17 @@ def toml(value: OptionValue) -> str:
 def run_config(values: Mapping[str, OptionValue]) -> str:
     """Keys and values in the form of --run-config and --node-config."""
     return " ".join(f"{key}={toml(value)}" for key, value in values.items())
+
+
+def flower_keys(overrides: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
+    """The overrides with keys that Flower takes: options of an own method in `method-options`."""
+    prefix = f"{table_of(str(overrides.get('method', '')))}."
+    own = {k.removeprefix(prefix): v for k, v in overrides.items() if k.startswith(prefix)}
+    if not own:
+        return dict(overrides)
+    texts = [f"{key} = {toml(value)}" for key, value in own.items()]
+    others = {k: v for k, v in overrides.items() if not k.startswith(prefix)}
+    return others | {"method-options": ", ".join(texts)}
 
 
 def free_ports(count: int) -> Sequence[int]:
@@ -123,7 +135,7 @@ class SuperLinkClient:
 
     def submit(self, overrides: Mapping[str, OptionValue], app: Path = app_folder) -> int:
         """Start a run of the Flower app in `app`; its id."""
-        arguments = ["--run-config", run_config(overrides)]
+        arguments = ["--run-config", run_config(flower_keys(overrides))]
         return int(self.flwr_json("run", str(app), self.connection, *arguments)["run-id"])
 
     def run_info(self, run_id: int) -> dict[str, Any]:
@@ -234,6 +246,8 @@ def app_directory() -> Iterator[Path]:
         for package in app_packages:
             skip = shutil.ignore_patterns("__pycache__")
             shutil.copytree(app_folder / package, Path(folder, package), ignore=skip)
+        Path(folder, "keel").mkdir()  # own methods import it
+        shutil.copy(app_folder / "keel" / "__init__.py", Path(folder, "keel"))
         # Flower refuses patterns that match nothing, and what they exclude is not there
         project = re.sub(r"(?m)^fab-exclude = .*\n", "", project_file().read_text())
         Path(folder, "pyproject.toml").write_text(project)
