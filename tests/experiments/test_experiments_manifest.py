@@ -66,7 +66,7 @@ def test_only_rounds_of_the_versions_of_the_manifest_and_of_no_others_before_are
 ):
     def noted(*rounds, torch="a"):
         """The rounds noted after a start, or resume, under this torch that does these rounds."""
-        monkeypatch.setattr(server_app.manifest, "versions", lambda device: {"torch": torch})
+        monkeypatch.setattr(server_app.manifest, "versions", lambda device, own: {"torch": torch})
         begin_manifest(folder, resolve_config(keys), 0, True, "")
         for number in rounds:
             note_round(folder, resolve_config(keys), number, f"{torch}{number}")
@@ -104,7 +104,7 @@ def test_a_splits_digest_is_of_every_sample_in_a_simulation_and_of_counts_at_sit
 
 def test_a_resume_with_other_code_is_warned_of_once(tmp_path, monkeypatch, caplog):
     def begin(code):
-        monkeypatch.setattr(server_app.manifest, "code_version", lambda: code)
+        monkeypatch.setattr(server_app.manifest, "code_of", lambda own: code)
         begin_manifest(tmp_path, resolve_config(keys), 0, True, "")
 
     begin("0")
