@@ -157,9 +157,7 @@ def test_a_round_that_fails_on_the_data_is_charged(source, tmp_path):
     assert len(ledger()) == 1
 
 
-@pytest.mark.parametrize(
-    "damage", ["edit", "drop the first", "swap two", "repeat one", "cut short", "deleted", "mark"]
-)
+@pytest.mark.parametrize("damage", ["edit", "cut short", "deleted", "mark"])
 def test_a_damaged_ledger_ends_releases_until_it_is_restored(damage, source):
     client = site(source, private())
     for number in (1, 2, 3):
@@ -168,12 +166,6 @@ def test_a_damaged_ledger_ends_releases_until_it_is_restored(damage, source):
     whole = own.path.read_bytes()
     if damage == "edit":
         lines[1] = lines[1].replace('"round": 2', '"round": 9')
-    elif damage == "drop the first":
-        lines = lines[1:]
-    elif damage == "swap two":
-        lines[0], lines[1] = lines[1], lines[0]
-    elif damage == "repeat one":
-        lines = [*lines[:2], *lines[1:]]
     elif damage == "cut short":
         lines = lines[:2]
     own.path.write_text("".join(f"{line}\n" for line in lines))
@@ -188,16 +180,6 @@ def test_a_damaged_ledger_ends_releases_until_it_is_restored(damage, source):
     own.path.write_bytes(whole)
     own.newest.write_bytes(mark)
     assert train(client, 4) == ""
-
-
-def test_a_line_that_a_kill_left_half_written_is_dropped(source):
-    """Its release was not made."""
-    client = site(source, private())
-    assert train(client) == ""
-    with Ledger().path.open("a") as file:
-        file.write('{"data": "x", "mul')
-    assert train(client, 2) == ""
-    assert [json.loads(line)["round"] for line in ledger()] == [1, 2]
 
 
 def hostile(config, **keys):
