@@ -215,8 +215,6 @@ def on_process_exit(function: Any) -> None:
 
 # --- deployment ------------------------------------------------------------------------------
 
-superlink_unavailable = "Connection to the SuperLink is unavailable"  # printed by `flwr`
-
 # Between a ClientApp's process and the resident worker, messages travel as Flower's own protobuf.
 # Uses: flwr.common.serde and flwr.proto. Public way: none; flwr.app's types do not serialise.
 

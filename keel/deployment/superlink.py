@@ -36,7 +36,6 @@ app_packages = (
 )
 # Flower's, which a simulation starts
 PROGRAMS = ("flwr", "flower-superlink", "flower-superexec", "flwr-serverapp", "flwr-simulation")
-max_refusals = 5  # consecutive and identical: then the SuperLink means it
 
 
 def toml(value: OptionValue) -> str:
@@ -115,7 +114,7 @@ class SuperLinkClient:
         try:
             done = captured([*self.prefix, "flwr", *arguments], self.environment, command_timeout_s)
         except subprocess.TimeoutExpired:
-            raise CommandTimeout(f"flwr {' '.join(arguments)}: timed out") from None
+            raise RuntimeError(f"flwr {' '.join(arguments)}: timed out") from None
         if done.returncode:
             raise RuntimeError(f"flwr {' '.join(arguments)}: {done.stdout}{done.stderr}")
         return done.stdout
@@ -151,24 +150,16 @@ class SuperLinkClient:
     def wait(self, run_id: int, timeout_s: float) -> str:
         """The status of a run once it has ended; TimeoutError if it does not.
 
-        A SuperLink that does not answer, for example while it restarts, is asked again. One that
-        keeps refusing, for example because it does not know the run, raises its RuntimeError.
+        A SuperLink that does not answer, for example while it restarts, is asked again.
+        RuntimeError if it does not know the run.
         """
-        # imports flwr, which `keel run` does not wait for before it shows its plan
-        from flower_adapter import superlink_unavailable
-
         deadline = time.monotonic() + timeout_s
-        refusals: list[str] = []  # consecutive and identical
         while True:
             try:
                 status = str(self.run_info(run_id)["status"])
-                refusals = []
             except RuntimeError as error:
-                text = " ".join(str(error).split())
-                status = f"unknown ({text[:300]})"
-                is_passing = isinstance(error, CommandTimeout) or superlink_unavailable in text
-                refusals = [] if is_passing else [r for r in refusals if r == text] + [text]
-                if len(refusals) == max_refusals:
+                status = f"unknown ({' '.join(str(error).split())[:300]})"
+                if not self.may_know(run_id):
                     raise
             if status.startswith("finished"):
                 return status
@@ -176,13 +167,17 @@ class SuperLinkClient:
                 raise TimeoutError(f"run {run_id} is {status} after {timeout_s:g} s")
             time.sleep(poll_s)
 
+    def may_know(self, run_id: int) -> bool:
+        """Whether the SuperLink lists the run, or does not answer."""
+        try:
+            rows = self.flwr_json("list", self.connection)["runs"]
+        except RuntimeError:
+            return True
+        return str(run_id) in {row["run-id"] for row in rows}
+
     def stop(self, run_id: int) -> None:
         """Stop a run."""
         self.flwr("stop", str(run_id), self.connection)
-
-
-class CommandTimeout(RuntimeError):
-    """`flwr` did not end in time."""
 
 
 def environment(flwr_home: Path | None) -> dict[str, str]:
