@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 from flwr.app import ArrayRecord, Context, Error, Message, MessageType, RecordDict
 
 from client_app.errors import error_reply, is_about_machine
@@ -24,14 +25,22 @@ from client_app.node_config import (
     client_name,
     is_deployed,
     own_architecture,
+    own_labels_in_run,
     own_roster_entry,
     own_splits,
     run_path,
+    site_source,
     state_folder,
 )
 from client_app.process_cache import ProcessCache
 from client_app.round import RoundContext
-from client_app.setup import device_for, forget_sources, representation_width
+from client_app.setup import (
+    dataset_spec_of,
+    device_for,
+    forget_sources,
+    open_site,
+    representation_width,
+)
 from client_app.site_privacy import charge_release, check_limits, is_site
 from client_app.state import StateFolder
 from flower_adapter import GPU_LOST
@@ -39,6 +48,7 @@ from protocol.array_records import tensors
 from protocol.arrays import Arrays, all_finite, mismatch
 from protocol.files import private_files
 from protocol.messages import (
+    DatasetSpec,
     EvaluateRequest,
     PreflightRequest,
     RosterRequest,
@@ -54,6 +64,7 @@ from protocol.messages import (
     roster_content,
 )
 from protocol.simulated import joined_reply, split_content
+from protocol.text import labels_text
 
 log = logging.getLogger("keel.client")
 process_cache = ProcessCache()
@@ -119,7 +130,20 @@ def query(message: Message, context: Context) -> RecordDict:
     check_limits(config, node)
     if is_deployed(node):
         forget_data()
+    has_source = bool(node.get("source"))
+    asks_for_classes = has_source and not data.class_names
+    if asks_for_classes:
+        data = own_classes(request, node)
     train, test = own_splits(config, data, node, with_images=False)
+    own_labels: list[str] = []
+    if has_source:
+        source, names = site_source(config, data, node), list(data.class_names)
+        own_labels = names if asks_for_classes else own_labels_in_run(source, names)
+        counts = np.bincount(train.labels, minlength=len(names)).tolist()
+        meaning = labels_text(own_labels, names, counts)
+        log.info("client %s: labels and training samples: %s", client_name(node), meaning)
+        for note in source.notes:
+            log.warning("client %s: %s", client_name(node), note)
     networks = process_cache.networks(config, data, device_for("cpu"))
     width = representation_width(config, networks.network(own_architecture(config, node), "local"))
     device = str(node.get("device", config.train.device))
@@ -131,8 +155,28 @@ def query(message: Message, context: Context) -> RecordDict:
         [train.labels, test.labels],
         data.num_classes,
         device=machine(device_for(device)) if "source" in node else "",
+        own_labels=own_labels,
     )
     return roster_content(entry)
+
+
+def own_classes(request: RosterRequest, node: NodeConfig) -> DatasetSpec:
+    """The classes and shape of a site's own data, for a run that has no others to compare with.
+
+    ValueError where they must not be sent.
+    """
+    if request.config.privacy.withholds_metrics:
+        raise ValueError(
+            "the server asks for this site's classes, which privacy.metrics = 'withheld' keeps "
+            "here: set classes in the run's config"
+        )
+    source = open_site(
+        request.config,
+        str(node["source"]),
+        str(node.get("classes", "")),
+        request.data.window or None,
+    )
+    return dataset_spec_of(request.config, source)
 
 
 def begin_round(

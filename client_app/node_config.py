@@ -10,7 +10,7 @@ import flwr
 import numpy as np
 import torch
 
-from client_app.setup import client_indices, open_source
+from client_app.setup import client_indices, open_site, open_source
 from client_app.state import StateFolder, max_rounds_ahead, state_file
 from client_app.worker_client import worker_variable
 from data.sources import ImageSplit, Source
@@ -18,11 +18,14 @@ from protocol.config import RunConfig, keel_home, refuse_unknown
 from protocol.config_keys import names_in
 from protocol.messages import DatasetSpec, RosterEntry, RoundRequest
 from protocol.models import MODELS
+from protocol.options import did_you_mean
 from protocol.text import check_client_name
 
 # accepts every valid `run-name`, and longer names
 RUN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-NODE_KEYS = ("name", "source", "device", "model", "state-dir", "partition-id", "num-partitions")
+NODE_KEYS = (
+    "name", "source", "classes", "device", "model", "state-dir", "partition-id", "num-partitions",
+)  # fmt: skip
 OWN_CODE = "KEEL_OWN_CODE"  # a site's packages for own code, separated by commas
 NodeConfig = Mapping[str, bool | int | float | str]
 
@@ -70,8 +73,7 @@ def own_splits(
     """
     client_name(node_config)  # raises without one, before data is read
     if node_config.get("source"):
-        shape = data.image_shape if config.privacy.withholds_metrics else None
-        source = open_source(config, str(node_config["source"]), shape)
+        source = site_source(config, data, node_config)
         labels = labels_in_run(source, data.class_names)
         train, test = (
             ImageSplit(split.images, labels[split.labels]) for split in (source.train, source.test)
@@ -106,23 +108,48 @@ def own_splits(
     return own, test
 
 
-def labels_in_run(own: Source, class_names: Sequence[str]) -> np.ndarray:
-    """The run's label of each class of a client's own data, found by the class's name.
+def site_source(config: RunConfig, data: DatasetSpec, node_config: NodeConfig) -> Source:
+    """This client's own data, which its node config names."""
+    spec, classes = str(node_config["source"]), str(node_config.get("classes", ""))
+    shape = data.image_shape if config.privacy.withholds_metrics else None
+    return open_site(config, spec, classes, data.window, shape)
 
-    class_names: the run's. Those of an npz file are its labels: where the run has none of them, its
-    labels are the run's. ValueError naming a class that the run does not have.
+
+def labels_in_run(own: Source, class_names: Sequence[str]) -> np.ndarray:
+    """The run's label of each class of a client's own data, found by the class's name alone.
+
+    class_names: the run's. -1 for a class that has neither a sample nor a name in the run.
+    ValueError naming a class that the run does not have.
     """
-    names = list(class_names)
-    if own.name.startswith("npz:") and not set(own.class_names) & set(names):
-        names = [str(label) for label in range(len(names))]
     label_of: dict[str, int] = {}
-    for label, name in enumerate(names):
-        label_of.setdefault(_composed(name), label)  # of equal names the first counts
-    labels = [label_of.get(_composed(name)) for name in own.class_names]
-    if None in labels:
-        unknown = own.class_names[labels.index(None)]
-        raise ValueError(f"its own data has the class {unknown!r}, the run has {', '.join(names)}")
-    return np.array(labels)
+    for find in (str, _composed):  # of names that differ in Unicode form alone, the same form first
+        for label, name in enumerate(class_names):
+            label_of.setdefault(find(name), label)
+    labels = np.array([label_of.get(n, label_of.get(_composed(n), -1)) for n in own.class_names])
+    used = np.union1d(own.train.labels, own.test.labels)
+    if len(unknown := used[labels[used] < 0]):
+        name = own.class_names[unknown[0]]
+        raise ValueError(
+            f"its own data has the class {name!r}, the run has {', '.join(class_names)}"
+            f"{did_you_mean(name, class_names)}{how_to_name(own)}"
+        )
+    return labels
+
+
+def how_to_name(own: Source) -> str:
+    """The way out for an npz file whose labels have no names; "" for other data."""
+    if not own.name.startswith("npz:") or own.own_labels != own.class_names:
+        return ""
+    return (
+        "; the labels of its npz file have no names: name them in the file's array `classes`, or "
+        'with classes="1=cat,2=dog" in the node config'
+    )
+
+
+def own_labels_in_run(own: Source, class_names: Sequence[str]) -> list[str]:
+    """What this client's data calls each class of the run; "" for one that it lacks."""
+    own_of = {label: own.own_labels[k] for k, label in enumerate(labels_in_run(own, class_names))}
+    return [own_of.get(label, "") for label in range(len(class_names))]
 
 
 def _composed(name: str) -> str:
@@ -150,6 +177,7 @@ def own_roster_entry(
     labels: Sequence[np.ndarray],
     num_classes: int,
     device: str = "",
+    own_labels: Sequence[str] = (),
 ) -> RosterEntry:
     """How this client describes itself. labels: of its training samples, of its local test part."""
     hides = config.privacy.withholds_metrics
@@ -166,6 +194,7 @@ def own_roster_entry(
         num_train=len(labels[0]) if hides else 0,
         num_test=len(labels[1]) if hides else 0,
         device=device,
+        own_labels=[] if hides else list(own_labels),
     )
 
 

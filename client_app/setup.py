@@ -2,6 +2,7 @@
 
 import os
 import re
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -10,51 +11,91 @@ import torch
 
 from client_app.methods import method_of
 from client_app.samples import Pixels
-from data.partitions import Parts, partition_indices, split_local_test, stratified_share
-from data.sources import Source, load_source
+from data.decoding import Window
+from data.partitions import (
+    Parts,
+    group_labels,
+    partition_indices,
+    split_local_test,
+    stratified_share,
+)
+from data.sources import Reading, Source, load_source, source_without_images
 from models import StagedModel, build_model
 from protocol.config import RunConfig, keel_home, refuse_unknown
 from protocol.messages import DatasetSpec
 from protocol.models import IMAGE_SIZES, MODELS, model_spec
+from protocol.options import ConfigError
 from protocol.seeds import seed_of
+from protocol.source_spec import SITES
 from protocol.text import num_of
 
 _open_source = lru_cache(maxsize=2)(load_source)
+_without_images = lru_cache(maxsize=1)(source_without_images)
 
 
-def open_source(
-    config: RunConfig, spec: str = "", shape: tuple[int, int, int] | None = None
+def open_source(config: RunConfig) -> Source:
+    """The run's data source, memory-mapped; decoded once on each machine."""
+    data = config.data
+    reading = replace(reading_of(config, data.classes, data.bounds), pool_test=data.pool_test)
+    if data.source != SITES:
+        return _open(config, data.source, reading)
+    if data.normalise == "source":
+        raise ConfigError(
+            "normalise",
+            f"normalise = 'source': with source = {SITES!r}, the server has no images to measure: "
+            "set normalise=half",
+        )
+    return _without_images(reading)
+
+
+def open_site(
+    config: RunConfig,
+    spec: str,
+    classes: str,
+    window: Window | None,
+    shape: tuple[int, int, int] | None = None,
 ) -> Source:
-    """The run's data source (or `spec`), memory-mapped; decoded once on each machine.
+    """A site's own data, memory-mapped. classes: of its node config. window: the run's.
 
     shape: (channels, pixels, pixels) to which its images are converted; None: as in the config.
     """
-    refuse_unknown("model", config.model.model, [*MODELS, *config.own])  # a server may send any
-    data, expected = config.data, model_spec(config.model.model)
-    size, channels = data.image_size or expected.image_size, data.channels or expected.channels
+    reading = reading_of(config, classes, window)
     if shape:
         channels, size, _ = shape
         if channels not in (1, 3) or size not in IMAGE_SIZES:  # before images are decoded to it
             raise ValueError(
                 f"the run's images are {list(shape)}: expected 1 or 3 channels, 28 to 64 pixels"
             )
-    home = keel_home()
-    return _open_source(
-        spec or data.source,
-        Path(data.data_dir) if data.data_dir else home / "data",
-        home / "cache",
-        size,
-        channels,
-        pool_test=data.pool_test and not spec,
+        reading = replace(reading, channels=channels, image_size=size)
+    return _open(config, spec, reading)
+
+
+def reading_of(config: RunConfig, classes: str, window: Window | None) -> Reading:
+    """How the config has files read: to the size and channels that it, or else the model, sets."""
+    refuse_unknown("model", config.model.model, [*MODELS, *config.own])  # a server may send any
+    data, expected = config.data, model_spec(config.model.model)
+    return Reading(
+        image_size=data.image_size or expected.image_size,
+        channels=data.channels or expected.channels,
+        window=window,
+        classes=classes,
+        group_by=data.group_by,
+        test_fraction=data.test_fraction,
     )
 
 
+def _open(config: RunConfig, spec: str, reading: Reading) -> Source:
+    data_dir, home = config.data.data_dir, keel_home()
+    folder = Path(data_dir) if data_dir else home / "data"
+    return _open_source(spec, folder, home / "cache", reading)
+
+
 def dataset_spec_of(config: RunConfig, source: Source) -> DatasetSpec:
-    """The shape, classes and normalisation of the run's data set, which all clients use."""
+    """The shape, classes, window and normalisation of the run's data, which all clients use."""
     mean, std = source.mean, source.std
     if config.data.normalise == "half":
         mean = std = (0.5,) * len(source.mean)
-    return DatasetSpec(source.image_shape, source.class_names, mean, std)
+    return DatasetSpec(source.image_shape, source.class_names, mean, std, source.window)
 
 
 def pixels_of(config: RunConfig, source: Source) -> Pixels:
@@ -71,17 +112,27 @@ def client_indices(
     fraction = config.data.local_test_fraction
     if fraction == 0:
         return mine, mine[:0]
-    labels = np.asarray(open_source(config).train.labels)
-    return split_local_test(
-        mine, labels, fraction, seed_of(config.rounds.seed, "local-test", partition)
-    )
+    train = open_source(config).train
+    seed = seed_of(config.rounds.seed, "local-test", partition)
+    return split_local_test(mine, np.asarray(train.labels), fraction, seed, train.groups)
 
 
 @lru_cache(maxsize=8)
 def split_over_clients(config: RunConfig, num_clients: int) -> Parts:
-    """The indices of every simulated client's samples, of its local test part too."""
+    """The indices of every simulated client's samples, of its local test part too.
+
+    With `group-by`, what is dealt are groups, and the partition's keys count groups.
+    """
     data = config.data
-    labels = np.asarray(open_source(config).train.labels)
+    if data.source == SITES:
+        raise ConfigError(
+            "source",
+            f"source = {SITES!r}: the data of a deployment's sites; a simulation needs a data set",
+        )
+    train = open_source(config).train
+    labels = np.asarray(train.labels)
+    if train.groups is not None:
+        labels = group_labels(labels, train.groups)
     share = np.arange(len(labels))
     if data.data_fraction < 1:
         share = stratified_share(
@@ -98,7 +149,8 @@ def split_over_clients(config: RunConfig, num_clients: int) -> Parts:
         min_size=data.min_samples,
         seed=seed_of(config.rounds.seed, "partition"),
     )
-    return parts.of(share)
+    parts = parts.of(share)
+    return parts if train.groups is None else parts.of_groups(train.groups)
 
 
 def forget_sources() -> None:

@@ -20,6 +20,12 @@ from data.decoding import ImageFileError
 from protocol.files import private_files, write_atomically
 
 Key = dict[str, Any]
+# Folders that network drives, archives and systems add, with thumbnails or deleted files.
+SYSTEM_FOLDERS = frozenset(
+    ("@eadir", "@tmp", "@recycle", "@recently-snapshot", "#recycle", "#snapshot", "__macosx",
+     "$recycle.bin", "system volume information", "lost+found", "__pycache__")
+)  # fmt: skip
+SYSTEM_FILES = frozenset(("thumbs.db", "ehthumbs.db", "ehthumbs_vista.db", "desktop.ini"))
 
 
 def entry_path(cache_dir: Path, key: Key) -> Path:
@@ -99,7 +105,7 @@ def content_digest(cache_dir: Path, root: Path, paths: Iterable[Path]) -> str:
 
 
 def files_under(folder: Path) -> list[str]:
-    """All files at or below `folder`, sorted, except hidden ones (.DS_Store, ._image.jpg).
+    """All files at or below `folder`, sorted, except those that `is_system` is true of.
 
     Links are followed; ImageFileError for one to a folder that it is in.
     """
@@ -109,10 +115,15 @@ def files_under(folder: Path) -> list[str]:
 
     files: list[str] = []
     for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in folders if not is_system(name)]
         for path in (os.path.join(parent, name) for name in folders):
             if os.path.islink(path) and any(os.path.samefile(path, p) for p in Path(path).parents):
                 reason = "a link to a folder that it is in: remove it"
                 raise ImageFileError(f"{path}: {reason}", reason)
-        files += [os.path.join(parent, name) for name in names if not name.startswith(".")]
+        files += [os.path.join(parent, name) for name in names if not is_system(name)]
     return sorted(files)
+
+
+def is_system(name: str) -> bool:
+    """Whether a file or folder is hidden (.DS_Store, ._image.jpg, .thumbnails) or a system's."""
+    return name.startswith(".") or name.lower() in SYSTEM_FOLDERS | SYSTEM_FILES

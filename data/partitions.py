@@ -58,6 +58,13 @@ class Parts:
         moved.indices, moved.ends = labels[self.indices], self.ends
         return moved
 
+    def of_groups(self, groups: np.ndarray) -> "Parts":
+        """The samples of each client's groups. groups: of each sample [N]; `indices` are groups."""
+        owner_of = np.full(groups.max() + 1, -1)
+        owner_of[self.indices] = np.repeat(np.arange(len(self)), self.sizes)
+        owners = owner_of[groups]
+        return Parts(np.flatnonzero(owners >= 0), owners[owners >= 0], len(self))
+
 
 def iid_partition(labels: np.ndarray, num_clients: int, seed: int) -> Parts:
     """Random parts regardless of label; sizes differ by at most 1."""
@@ -347,13 +354,34 @@ def stratified_share(labels: np.ndarray, fraction: float, seed: int) -> np.ndarr
     return np.sort(np.concatenate(chosen))
 
 
+def group_labels(labels: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """The most frequent label of each group, [G]; of several the lowest. groups: below G, [N]."""
+    counts = np.zeros((groups.max() + 1, labels.max() + 1), dtype=np.int64)
+    np.add.at(counts, (groups, labels), 1)
+    most_frequent: np.ndarray = counts.argmax(axis=1)
+    return most_frequent
+
+
 def split_local_test(
-    indices: np.ndarray, labels: np.ndarray, fraction: float, seed: int
+    indices: np.ndarray,
+    labels: np.ndarray,
+    fraction: float,
+    seed: int,
+    groups: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """A client's `indices` into `labels` as (train, test), with `fraction` of each class in test.
 
     Both parts contain every class that has at least 2 samples; a single sample goes to train.
+    groups: of each of `labels`; the same then holds of whole groups, each with its most frequent
+    label, and no group is in both parts.
     """
+    if groups is not None:
+        parts = split_local_test(
+            np.unique(groups[indices]), group_labels(labels, groups), fraction, seed
+        )
+        indices = np.sort(indices)
+        train, test = (indices[np.isin(groups[indices], part)] for part in parts)
+        return train, test
     shuffled = _rng(seed).permutation(np.sort(indices))
     is_test = np.zeros(len(shuffled), dtype=bool)
     for label in np.unique(labels[shuffled]):

@@ -6,14 +6,10 @@ To add a source, write a function that reads it, add a line to `READERS`, and it
 
 import gzip
 import http.client
-import logging
 import math
-import os
 import shutil
 import struct
-import unicodedata
 import uuid
-import zipfile
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,21 +21,15 @@ from typing import Any
 
 import numpy as np
 
-from data.cache import files_under
-from data.decoding import ImageFileError, RawSource, RawSplit, one_line
+from data.decoding import RawSource, RawSplit, one_line
+from data.folders import LABELS_FILE, grouped_folder, labelled_images, read_folder
+from data.npz import grouped_npz, read_npz
 from data.partitions import split_local_test
-from protocol.text import num_of, printable
-
-log = logging.getLogger("keel.data")
+from protocol.text import num_of
 
 DIGITS_TEST_FRACTION = 0.2
 DIGITS_SPLIT_SEED = 1797
-MAX_CLASSES = 100_000  # of an npz file; each has a name, and an output of the network
 DEBIAN_DATASETS = Path("/usr/share/datasets")  # of the package dataset-fashion-mnist
-IMAGE_SUFFIXES = (
-    ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff",
-    ".webp",
-)  # fmt: skip
 
 DIGIT_NAMES = tuple("0123456789")
 FASHION_NAMES = (
@@ -68,6 +58,7 @@ class Reader:
     watched: paths relative to what `read` takes; a change below them rebuilds the cache. Published
         data sets that never change are not watched: once cached, their files are not read again.
     layout: the expected files, for error messages.
+    grouped: the source with the groups of its images, by the value of `group-by`.
     """
 
     read: Callable[[Path], RawSource]
@@ -75,6 +66,7 @@ class Reader:
     published: PublishedSizes | None = None
     watched: tuple[str, ...] = ()
     layout: str = ""
+    grouped: Callable[[Path, str, RawSource], RawSource] | None = None
 
 
 def _read_digits(_data_dir: Path) -> RawSource:
@@ -202,144 +194,8 @@ def _read_tiny_imagenet(data_dir: Path) -> RawSource:
     if not files:
         raise ValueError(f"{annotations} is empty; expected a line for each image in val/images")
     test = RawSplit(files, np.array(labels))
-    train = _labelled_images(root / "train", wnids, wnids, beside=("_boxes.txt",))
+    train = labelled_images(root / "train", wnids, wnids, [])
     return RawSource(class_names, train, test)
-
-
-def _read_folder(path: Path) -> RawSource:
-    class_names = _class_folders(path / "train")
-    test_names = _class_folders(path / "test")
-    unknown = sorted(set(test_names) - set(class_names))
-    if unknown:
-        reason = f"this class is not in train/, which has {', '.join(class_names)}"
-        raise ImageFileError(
-            f"{path / 'test' / unknown[0]}: {reason}", f"a folder in test/: {reason}"
-        )
-    return RawSource(
-        tuple(class_names),
-        _labelled_images(path / "train", class_names, class_names),
-        _labelled_images(path / "test", test_names, class_names),
-    )
-
-
-def _class_folders(folder: Path) -> list[str]:
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is a file; expected a folder with one folder per class")
-    entries = [f for f in folder.iterdir() if not f.name.startswith(".")]
-    names = sorted(f.name for f in entries if f.is_dir())
-    loose = {f.name for f in entries if f.suffix.lower() in IMAGE_SUFFIXES} - set(names)
-    if loose:
-        log.warning(
-            "%s: images outside the class folders are not read: %d, such as %s",
-            folder,
-            len(loose),
-            printable(min(loose)),
-        )
-    if not names:
-        raise ValueError(f"{folder} is empty; expected one folder of images per class")
-    for name in names:
-        # Cs: no UTF-8; the others break lines
-        if any(unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") for c in name):
-            raise ValueError(
-                f"{folder} has the class {name!r}: rename it without line breaks and control "
-                "characters, in UTF-8"
-            )
-    return names
-
-
-def _labelled_images(
-    folder: Path, present: list[str], class_names: list[str], beside: tuple[str, ...] = ()
-) -> RawSplit:
-    """The images at or below folder/<class> for each class in `present`.
-
-    beside: endings of files that belong there too; others are warned of.
-    """
-    files, labels = [], []
-    for class_name in present:
-        found = files_under(folder / class_name)
-        images = [f for f in found if os.path.splitext(f)[1].lower() in IMAGE_SUFFIXES]
-        if not images:
-            reason = f"has no images; expected files ending in one of {', '.join(IMAGE_SUFFIXES)}"
-            raise ImageFileError(f"{folder / class_name} {reason}", f"a folder of a class {reason}")
-        if others := sorted(f for f in set(found) - set(images) if not f.endswith(beside)):
-            example = printable(os.path.basename(others[0]))
-            log.warning(
-                "%s: %d of %d files are not read, such as %s: expected the endings %s",
-                folder / class_name,
-                len(others),
-                len(found),
-                example,
-                ", ".join(IMAGE_SUFFIXES),
-            )
-        files += images
-        labels += [class_names.index(class_name)] * len(images)
-    return RawSplit(files, np.array(labels))
-
-
-def _read_npz(path: Path) -> RawSource:
-    keys = ("x_train", "y_train", "x_test", "y_test")
-    if path.is_dir() or not zipfile.is_zipfile(path):
-        raise ValueError(f"{path}: not an npz file, as numpy.savez writes it")
-    try:
-        with np.load(path) as file:
-            found = ", ".join(file.files[:10]) or "no arrays"
-            arrays = {key: file[key] for key in keys if key in file}
-    except Exception as error:  # those of zipfile and zlib, and MemoryError for a damaged header
-        raise ValueError(f"{path}: not a readable npz file: {one_line(error)}") from error
-    missing = [key for key in keys if key not in arrays]
-    if missing:
-        lack = f"no {', '.join(missing)}; expected {', '.join(keys)}"
-        raise ImageFileError(f"{path} has {found} and {lack}", f"an npz file has {lack}")
-    for split in ("train", "test"):
-        labels, num_images = arrays[f"y_{split}"], len(np.atleast_1d(arrays[f"x_{split}"]))
-        if labels.dtype.kind not in "iu" or labels.shape != (num_images,):
-            raise ValueError(
-                f"{path}: y_{split} is {labels.dtype} {list(labels.shape)}; expected "
-                f"integers [{num_images}], because x_{split} has {num_of('image', num_images)}"
-            )
-    train, test = (
-        RawSplit(
-            _npz_images(path, f"x_{split}", arrays[f"x_{split}"]),
-            arrays[f"y_{split}"],
-            array=f"{path}: x_{split}",
-        )
-        for split in ("train", "test")
-    )
-    num_classes = int(train.labels.max()) + 1
-    if num_classes > MAX_CLASSES:
-        raise ValueError(
-            f"{path}: y_train has the label {num_classes - 1}; expected less than {MAX_CLASSES}: "
-            "number the classes from 0"
-        )
-    if len(absent := np.setdiff1d(np.arange(num_classes), train.labels)):
-        log.warning(
-            "%s: y_train has labels up to %d, but not %s: if there are no such classes, number the "
-            "classes from 0 without gaps",
-            path,
-            num_classes - 1,
-            ", ".join(map(str, absent[:5])) + ", ..." * (len(absent) > 5),
-        )
-    for split, labels in (("train", train.labels), ("test", test.labels)):
-        outside = labels[(labels < 0) | (labels >= num_classes)]
-        if len(outside):
-            raise ValueError(
-                f"{path}: y_{split} has the label {outside[0]}; expected 0 to {num_classes - 1}, "
-                "the largest label of y_train"
-            )
-    return RawSource(tuple(str(label) for label in range(num_classes)), train, test)
-
-
-def _npz_images(path: Path, key: str, x: np.ndarray) -> np.ndarray:
-    """`x` as [N, H, W] or [N, H, W, 3]."""
-    channels_last, channels_first = (x.ndim == 4 and x.shape[axis] in (1, 3) for axis in (-1, 1))
-    if x.dtype != np.uint8 or x.size == 0 or (x.ndim != 3 and channels_last == channels_first):
-        raise ValueError(
-            f"{path}: {key} is {x.dtype} {list(x.shape)}; expected uint8 [N, H, W], "
-            "[N, H, W, C] or [N, C, H, W] with at least 1 image and C = 1 or 3"
-        )
-    if channels_first:
-        x = x.transpose(0, 2, 3, 1)
-    return x[..., 0] if x.ndim == 4 and x.shape[-1] == 1 else x
 
 
 READERS: dict[str, Reader] = {
@@ -383,15 +239,17 @@ READERS: dict[str, Reader] = {
         layout="the published layout: wnids.txt, words.txt, train/<wnid>/images/, val/images/",
     ),
     "folder:PATH": Reader(
-        _read_folder,
+        read_folder,
         "your own images in PATH/train/<class>/ and PATH/test/<class>/",
-        watched=("train", "test"),
+        watched=("train", "test", LABELS_FILE),
         layout="a folder with images in train/<class>/ and test/<class>/",
+        grouped=grouped_folder,
     ),
     "npz:PATH": Reader(
-        _read_npz,
+        read_npz,
         "your own arrays x_train, y_train, x_test, y_test in a NumPy file",
         watched=("",),
         layout="a file with x_train, y_train, x_test, y_test",
+        grouped=grouped_npz,
     ),
 }

@@ -2,8 +2,9 @@
 
 Decoding is slow (60,000 JPEG files take 15 s) and every message to a deployed client starts a new
 process, so a process opens a cache entry: uint8 images [N, C, H, W] of one size and channel count,
-int64 labels [N], and about.json. Its key covers the source, the image size, the channels and, for
-the user's own files, their names and content. Nothing here imports torch.
+int64 labels [N], with `group-by` int64 groups [N], and about.json. Its key covers the source, what
+`Reading` says of decoding and, for the user's own files, their names and content. Nothing here
+imports torch.
 """
 
 import io
@@ -20,33 +21,52 @@ from data.cache import Key, build_once, content_digest, entry_path, read_about
 from data.decoding import (
     ImageFileError,
     RawSource,
+    RawSplit,
+    Window,
     decode,
     decoded_size,
     mean_and_std,
     one_line,
     own_channels,
+    own_window,
 )
+from data.folders import LABELS_FILE
+from data.notes import notes_on_images, notes_on_names
+from data.npz import label_names
+from data.partitions import split_local_test
 from data.readers import READERS, PublishedSizes, Reader
 from protocol.files import naming
 from protocol.models import IMAGE_SIZES
-from protocol.source_spec import parse_source
+from protocol.options import ConfigError
+from protocol.source_spec import SITES, parse_source
+from protocol.text import num_of, printable, shortened
 
 log = logging.getLogger(__name__)
 
-CACHE_VERSION = 3  # raise it when the same files would decode to other arrays
+CACHE_VERSION = 4  # raise it when the same files would decode to other arrays
+TEST_SPLIT_SEED = 1797  # of `test-fraction`: the test set is the same whatever the run's seed
 
 
 @dataclass(frozen=True)
 class ImageSplit:
-    """Images uint8 [N, C, H, W] and labels int64 [N], read-only and memory-mapped."""
+    """Images uint8 [N, C, H, W] and labels int64 [N], read-only and memory-mapped.
+
+    groups: with `group-by`, of training images, the number of each image's group, int64 [N].
+    """
 
     images: np.ndarray
     labels: np.ndarray
+    groups: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
 class Source:
-    """A data set. `mean` and `std` are per channel, of pixel/255 over the train split."""
+    """A data set. `mean` and `std` are per channel, of pixel/255 over the train split.
+
+    own_labels: what the files call each class, such as the numbers of an npz file. window: values
+    of images of 16 bits that became 0 and 255; (): the images have 8. notes: what is unusual about
+    the data, a line each, which may name files.
+    """
 
     name: str
     train: ImageSplit
@@ -54,6 +74,9 @@ class Source:
     class_names: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    own_labels: tuple[str, ...] = ()
+    window: Window = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def num_classes(self) -> int:
@@ -67,13 +90,68 @@ class Source:
         return channels, height, width
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How the files of a source become arrays.
+
+    image_size: height and width in pixels; 0: the source's own, or 32 if that is below 28.
+    channels: 1 or 3; 0: the source's own, which is 1 only if every image is grey.
+    window: values of images of 16 bits that become 0 and 255; None: the smallest and the largest of
+        the training images; (): images must have 8 bits.
+    classes: names of the labels, as `classes` of the config or of a node config has them; "": the
+        source's own.
+    group_by: a column of labels.csv, or the arrays GROUP-BY_train and GROUP-BY_test; "": none.
+    test_fraction: share of the training images, or of their groups, that becomes the test set of a
+        source that has none.
+    pool_test: `train` has the test images too, after its own.
+    """
+
+    image_size: int = 0
+    channels: int = 0
+    window: Window | None = None
+    classes: str = ""
+    group_by: str = ""
+    test_fraction: float = 0.0
+    pool_test: bool = False
+
+
+AS_IT_IS = Reading()
+
+
+def names_in_order(classes: str) -> dict[str, str]:
+    """The names of the labels in a value of `classes`: separated by commas, or a JSON list."""
+    is_json = classes.lstrip().startswith("[")
+    return label_names(json.loads(classes) if is_json else classes.split(","))
+
+
+def source_without_images(reading: Reading) -> Source:
+    """What a server knows of `source = sites`: classes, shape, and no image. Its mean is 0.5.
+
+    ConfigError naming the key that is missing.
+    """
+    hint = 'with source = "sites", the server has no images'
+    if not reading.classes:
+        raise ConfigError("classes", f"classes = '': {hint}: name the classes, as in cat,dog")
+    for key, value in (("image-size", reading.image_size), ("channels", reading.channels)):
+        if not value:
+            raise ConfigError(key, f"{key} = 0: {hint}: set it to what the sites convert to")
+    names, size, channels = names_in_order(reading.classes), reading.image_size, reading.channels
+    nothing = ImageSplit(np.empty((0, channels, size, size), np.uint8), np.empty(0, np.int64))
+    half = (0.5,) * channels
+    return Source(
+        SITES, nothing, nothing, tuple(names.values()), half, half, tuple(names),
+        reading.window or (),
+    )  # fmt: skip
+
+
 def published_size(
     spec: str, image_size: int = 0, channels: int = 0, pool_test: bool = False
 ) -> PublishedSizes | None:
-    """The sizes of what `load_source` returns for these arguments; None for a user's own files."""
-    sizes = READERS[parse_source(spec)[0]].published
-    if sizes is None:
+    """The sizes of what `load_source` returns for these arguments; None if they are not known."""
+    reader = READERS.get(parse_source(spec)[0])
+    if reader is None or reader.published is None:
         return None
+    sizes = reader.published
     if pool_test:
         sizes = replace(sizes, num_train=sizes.num_train + sizes.num_test)
     own, height, width = sizes.image_shape
@@ -81,92 +159,181 @@ def published_size(
     return replace(sizes, image_shape=(channels or own, height, width))
 
 
-def load_source(
-    spec: str,
-    data_dir: Path,
-    cache_dir: Path,
-    image_size: int = 0,
-    channels: int = 0,
-    pool_test: bool = False,
-) -> Source:
+def load_source(spec: str, data_dir: Path, cache_dir: Path, reading: Reading = AS_IT_IS) -> Source:
     """The source `spec`, one of SOURCE_NAMES with PATH filled in, from the cache or its files.
 
-    image_size: height and width in pixels; 0: the source's own, or 32 if that is below 28.
-    channels: 1 or 3; 0: the source's own, which is 1 only if every image is grey.
-    pool_test: `train` has the test images too, after its own.
     Images of other shapes are resized (bilinear, antialiased; not cropped) and converted.
     ValueError or FileNotFoundError, one line, if `spec` or its files are invalid, or the images are
     larger than any network takes.
     """
-    reader, path, key = _locate(spec, data_dir, cache_dir, image_size, channels)
+    reader, path, key = _locate(spec, data_dir, cache_dir, reading)
     entry = entry_path(cache_dir, key)
     if not entry.is_dir():
         log.info("decoding source %s into %s, once", key["source"], entry)
-        raw = reader.read(path)
+        raw = with_groups(reader, path, reader.read(path), reading)
+        raw = with_test_split(raw, reading, key["source"])
 
         def fill(building: Path) -> None:
-            _write_entry(building, key, raw)
-            if _locate(spec, data_dir, cache_dir, image_size, channels)[2] != key:
+            _write_entry(building, key, raw, reading, is_own=reader.published is None)
+            if _locate(spec, data_dir, cache_dir, reading)[2] != key:
                 wrong = "its files changed during decoding: start again once they are complete"
                 raise ImageFileError(f"source = {key['source']!r}: {wrong}", f"a source: {wrong}")
 
         build_once(entry, fill)
     source = _open_entry(entry)
-    return _pooled(source) if pool_test else source
+    if reading.pool_test:
+        source = _pooled(source)
+    return with_names(source, names_in_order(reading.classes)) if reading.classes else source
+
+
+def with_names(source: Source, names: dict[str, str]) -> Source:
+    """The source with these names of its labels, in this order; one may have no image.
+
+    ConfigError naming a label that has no name.
+    """
+    if unknown := [label for label in source.own_labels if label not in names]:
+        raise ConfigError(
+            "classes",
+            f"classes = {shortened([f'{k}={v}' for k, v in names.items()])!r}: it does not name "
+            f"{unknown[0]!r}, which {source.name} has beside {shortened(list(source.own_labels))}: "
+            'name each, as in classes="1=cat,2=dog"',
+        )
+    new = np.array([list(names).index(label) for label in source.own_labels], dtype=np.int64)
+    train, test = (replace(part, labels=new[part.labels]) for part in (source.train, source.test))
+    return replace(
+        source,
+        train=train,
+        test=test,
+        class_names=tuple(names.values()),
+        own_labels=tuple(names),
+        notes=(*source.notes, *notes_on_names(names.values())),
+    )
+
+
+def with_groups(reader: Reader, path: Path, raw: RawSource, reading: Reading) -> RawSource:
+    """The source with the groups of its images, if `group-by` is set.
+
+    ImageFileError naming a group that has images in both train and test.
+    """
+    column = reading.group_by
+    if column and reading.pool_test:
+        raise ConfigError("pool-test", f"pool-test = true: has no groups for group-by = {column!r}")
+    if reader.grouped is None:
+        if not column:
+            return raw
+        raise ConfigError("group-by", f"group-by = {column!r}: only for folder:PATH and npz:PATH")
+    raw = reader.grouped(path, column, raw)
+    if not column:
+        return raw
+    train, test = (set(map(str, part.groups)) for part in (raw.train, raw.test))  # type: ignore[arg-type]
+    if both := sorted(train & test):
+        wrong = f"{num_of('group is', both, 'groups are')} in train and in test"
+        raise ImageFileError(
+            f"group-by = {column!r}: {wrong}, such as {printable(both[0])!r}: move each to one of "
+            "them",
+            f"group-by: {wrong}: move each to one of them",
+        )
+    return raw
+
+
+def with_test_split(raw: RawSource, reading: Reading, name: str) -> RawSource:
+    """The source with a test set: its own, or `test-fraction` of the training images.
+
+    ConfigError if it has both or neither.
+    """
+    fraction, num_test = reading.test_fraction, len(raw.test.labels)
+    if (num_test > 0) == (fraction > 0):
+        found = f"{name} has {num_of('test image', num_test)} of its own: expected 0"
+        if not num_test:
+            found = f"{name} has no test images: expected a share of the training images, as 0.2"
+        raise ConfigError("test-fraction", f"test-fraction = {fraction:g}: {found}")
+    if num_test:
+        return raw
+    labels, groups = raw.train.labels, raw.train.groups
+    numbers = None if groups is None else np.unique(groups, return_inverse=True)[1]
+    parts = split_local_test(np.arange(len(labels)), labels, fraction, TEST_SPLIT_SEED, numbers)
+    train, test = (part_of(raw.train, part) for part in parts)
+    return replace(raw, train=train, test=test)
+
+
+def part_of(split: RawSplit, indices: np.ndarray) -> RawSplit:
+    """These samples of a split."""
+    images = split.images
+    chosen = images[indices] if isinstance(images, np.ndarray) else [images[i] for i in indices]
+    groups = None if split.groups is None else split.groups[indices]
+    return RawSplit(chosen, split.labels[indices], split.array, groups)
 
 
 def _locate(
-    spec: str, data_dir: Path, cache_dir: Path, image_size: int, channels: int
+    spec: str, data_dir: Path, cache_dir: Path, reading: Reading
 ) -> tuple[Reader, Path, Key]:
     """The source's reader, the path that it takes, and the key of its cache entry."""
     known_as, path = parse_source(spec)
     reader = READERS[known_as]
     name = f"{known_as.removesuffix('PATH')}{path}" if path else spec
     root = path or data_dir.expanduser()
-    watched = [root / part for part in reader.watched]
+    unneeded = {"test"} if reading.test_fraction else set[str]()
+    unneeded |= set() if reading.group_by else {LABELS_FILE}
+    watched = [root / part for part in reader.watched if part not in unneeded]
     for file in watched:
         if not file.exists():
             raise FileNotFoundError(
                 f"source = {name!r}: {file} does not exist; expected {reader.layout}"
             )
+    watched += [root / part for part in unneeded & {"test"} if (root / part).exists()]
     key = {
         "version": CACHE_VERSION,
         "source": name,
-        "image_size": image_size,
-        "channels": channels,
+        # names and pooling are applied to what was decoded
+        **{k: v for k, v in vars(reading).items() if k not in ("classes", "pool_test")},
         "content": content_digest(cache_dir, root, watched) if watched else "",
     }
     return reader, root, key
 
 
-def _write_entry(entry: Path, key: Key, raw: RawSource) -> None:
-    width, height = decoded_size(raw.first_size, key["image_size"])
+def _write_entry(entry: Path, key: Key, raw: RawSource, reading: Reading, is_own: bool) -> None:
+    """Decode a source into a new entry. is_own: the user's own files, of which notes are made."""
+    width, height = decoded_size(raw.first_size, reading.image_size)
     if max(width, height) > IMAGE_SIZES[-1]:  # before disk space and time are spent on them
         wrong = (
             f"images are {width} x {height} pixels: the networks take squares; set image-size to "
             f"a value from {IMAGE_SIZES[0]} to {IMAGE_SIZES[-1]}"
         )
         raise ImageFileError(wrong, wrong)
-    channels = key["channels"] or own_channels(raw)
-    any_size = bool(key["image_size"])
+    channels, window = reading.channels or own_channels(raw), reading.window
+    if window is None:
+        window = own_window(raw.train) if raw.train.kind(0)[1] else ()
+    decoded = []
     for name, split in (("train", raw.train), ("test", raw.test)):
         file, shape = entry / f"{name}-images.npy", (len(split.images), channels, height, width)
         with naming(file):
             images = np.lib.format.open_memmap(file, "w+", np.uint8, shape)
             _reserve(file)
-        decode(raw, split, images, any_size)
+        decode(raw, split, images, window, any_size=bool(reading.image_size))
         images.flush()
-        labels = io.BytesIO()  # on a full disk, np.save raises an error without a reason
-        np.save(labels, split.labels.astype(np.int64))
-        file = entry / f"{name}-labels.npy"
-        with naming(file):
-            file.write_bytes(labels.getbuffer())
-        if name == "train":
-            mean, std = mean_and_std(images)
+        decoded.append(images)
+        _write_numbers(entry / f"{name}-labels.npy", split.labels)
+    if raw.train.groups is not None:  # numbers, without what the groups are called
+        numbers = np.unique(raw.train.groups, return_inverse=True)[1]
+        _write_numbers(entry / "train-groups.npy", numbers)
+    mean, std = mean_and_std(decoded[0])
     about = {"key": key, "class_names": raw.class_names, "mean": mean, "std": std}
+    about |= {"own_labels": raw.own_labels or raw.class_names, "window": window}
+    about["notes"] = raw.notes
+    if is_own:
+        about["notes"] = [
+            *raw.notes, *notes_on_names(raw.class_names), *notes_on_images(raw, decoded)
+        ]  # fmt: skip
     file = entry / "about.json"
     with naming(file):
         file.write_text(json.dumps(about, indent=1))
+
+
+def _write_numbers(file: Path, numbers: np.ndarray) -> None:
+    content = io.BytesIO()  # on a full disk, np.save raises an error without a reason
+    np.save(content, numbers.astype(np.int64))
+    with naming(file):
+        file.write_bytes(content.getbuffer())
 
 
 def _reserve(file: Path) -> None:
@@ -187,6 +354,9 @@ def _open_entry(entry: Path) -> Source:
             class_names=tuple(about["class_names"]),
             mean=tuple(map(float, about["mean"])),
             std=tuple(map(float, about["std"])),
+            own_labels=tuple(about["own_labels"]),
+            window=tuple(about["window"]),
+            notes=tuple(about["notes"]),
         )
     except Exception as error:  # numpy raises many kinds for a damaged header
         if isinstance(error, (OSError, MemoryError)) and not isinstance(error, FileNotFoundError):
@@ -211,4 +381,5 @@ def _open_split(entry: Path, name: str) -> ImageSplit:
     images, labels = (
         np.load(entry / f"{name}-{part}.npy", mmap_mode="r") for part in ("images", "labels")
     )
-    return ImageSplit(images, labels)
+    file = entry / f"{name}-groups.npy"
+    return ImageSplit(images, labels, np.load(file) if file.exists() else None)

@@ -1,4 +1,4 @@
-"""A run's model as ONNX, with its normalisation inside."""
+"""A run's model as ONNX, with its normalisation inside and the rest of its input's preparation."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from server_app.load_model import TrainedModel, load_model
 
 
 class Classifier(nn.Module):
-    """A trained network that takes pixels 0..255 as float32 [N, C, H, W]; returns logits."""
+    """A trained network that takes prepared pixels 0..255 as float32 [N, C, H, W]."""
 
     def __init__(self, model: TrainedModel) -> None:
         super().__init__()
@@ -22,16 +22,49 @@ class Classifier(nn.Module):
         self.mean = nn.Buffer(255 * torch.tensor(mean).view(1, -1, 1, 1))
         self.std = nn.Buffer(255 * torch.tensor(std).view(1, -1, 1, 1))
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Logits [N, num_classes]."""
+    def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and probabilities, [N, num_classes] each."""
         logits: Tensor = self.network((pixels - self.mean) / self.std)
-        return logits
+        return logits, torch.softmax(logits, dim=1)
+
+
+def preparation_of(model: TrainedModel) -> dict[str, object]:
+    """All that makes an image file into the exported model's input, in the order of `steps`."""
+    how, is_grey = model.preparation, model.preparation.channels == 1
+    mode, window = ("L" if is_grey else "RGB"), list(how.window) or None
+    steps = [
+        "decode the first image of the file and turn it upright by its EXIF orientation, as "
+        "Pillow's ImageOps.exif_transpose does",
+        "8 bits a channel are required"
+        if window is None
+        else "16 bits a channel are required: round(255 * (value - window[0]) / (window[1] - "
+        "window[0])), clipped to 0..255, as uint8",
+        f"convert to {mode}, as Pillow's Image.convert({mode!r}) does; transparency is discarded",
+        f"resize to {how.width} x {how.height} without keeping the proportions, as Pillow's "
+        "Image.resize((width, height), Image.Resampling.BILINEAR) does on uint8: antialiased",
+        "as float32 0..255 in the order [N, C, H, W]",
+        "(pixels / 255 - mean) / std is part of this model: do not repeat it",
+    ]
+    return {
+        "steps": steps,
+        "exif_orientation": "applied",
+        "window": window,
+        "channels": mode,
+        "height": how.height,
+        "width": how.width,
+        "resize": "Pillow BILINEAR, antialiased, on uint8",
+        "layout": "NCHW",
+        "mean": list(model.pixels.mean),
+        "std": list(model.pixels.std),
+        "normalisation": "inside the model",
+        "outputs": {"logits": "[N, classes]", "probabilities": "softmax of the logits"},
+    }
 
 
 def export_model(directory: Path, client: str, path: Path) -> None:
     """Write the run's final global model, or a client's personal one, as ONNX.
 
-    The class names are stored with it, as metadata "classes".
+    Its metadata has "classes", a JSON list of names, and "preprocessing", a JSON object.
     ValueError, one line, if a package is missing or too old, or the run has no such model.
     """
     missing = [name for name in ("onnx", "onnxscript") if not is_installed(name)]
@@ -41,17 +74,15 @@ def export_model(directory: Path, client: str, path: Path) -> None:
             "(Keel's extra export)"
         )
     model = load_model(directory, client)
-    classifier = Classifier(model).eval()
     example = torch.zeros(2, *model.network.input_shape)  # a batch of 1 would become a constant
-    classes = json.dumps(model.class_names)
     try:
         import onnx
 
         program = torch.onnx.export(
-            classifier,
+            Classifier(model).eval(),
             (example,),
             input_names=["pixels"],
-            output_names=["logits"],
+            output_names=["logits", "probabilities"],
             dynamic_shapes={"pixels": {0: torch.export.Dim("batch")}},
             verbose=False,
             dynamo=True,
@@ -65,5 +96,6 @@ def export_model(directory: Path, client: str, path: Path) -> None:
     stored = program.model_proto
     for node in stored.graph.node:
         del node.metadata_props[:]  # its stack trace, with paths of this machine
-    onnx.helper.set_model_props(stored, {"classes": classes})
+    about = {"classes": model.class_names, "preprocessing": preparation_of(model)}
+    onnx.helper.set_model_props(stored, {key: json.dumps(value) for key, value in about.items()})
     write_output(path, stored.SerializeToString())

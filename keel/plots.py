@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from keel.runs import SavedRun, uses
+from keel.runs import SavedRun, setting_of
 from protocol.options import typed
 from server_app.history import CURVES, curve
 from server_app.plots import accuracy_figure
@@ -28,8 +28,8 @@ def figure_of(runs: Sequence[SavedRun], keys: Sequence[str] = ()) -> Figure:
 def labels_of(runs: Sequence[SavedRun], keys: Sequence[str]) -> list[str]:
     """A label for each run: the values that distinguish it if short and unique, else its name."""
     labels = [
-        ", ".join(f"{key} {typed(run.config.get(key))}" for key in keys if uses(run.config, key))
-        for run in runs
+        ", ".join(f"{key} {typed(setting[key])}" for key in keys if key in setting)
+        for setting in (setting_of(run, with_seed=True) for run in runs)
     ]
     return [
         label if 0 < len(label) <= MAX_LABEL and labels.count(label) == 1 else shown_name(run.name)

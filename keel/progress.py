@@ -124,6 +124,8 @@ class Terminal(logging.Handler):
         for row in self.summary.get("results", {}).values():
             best, final = 100 * row["best"], 100 * row["final"]
             self.print(f"[bold]{row['what']}[/]: {final:.2f} %, best {best:.2f} %")
+        for text in self.summary.get("warnings", []):
+            self.print(f"[yellow]warning[/]: {escape(text)}")
         if self.directory:
             name = escape(SavedRun(self.directory).reference)
             elapsed = duration(time.monotonic() - self.created)

@@ -24,6 +24,8 @@ STARTING, RUNNING, FINISHED, INTERRUPTED = "starting", "running", "finished", "i
 GONE = "moved or deleted"
 # of states in a terminal; other states are red
 COLOURS = {FINISHED: "green", RUNNING: "cyan", "stopped": "yellow", INTERRUPTED: "yellow"}
+# keys in which repetitions of a setting differ
+NOT_A_SETTING = {"seed", "output-dir", "run-name", "data-dir", "resume", "tracker"}
 UNREADABLE = (OSError, ValueError)  # another user's file, or a damaged one
 
 
@@ -161,8 +163,29 @@ def uses(config: Mapping[str, Any], key: str) -> bool:
     return not dot or table in (config.get("method"), config.get("server-optimizer"), "privacy")
 
 
+DATA_DIGEST, SITE_COUNTS = "data digest", "site counts digest"
+
+
+def setting_of(run: RunReader, with_seed: bool = False) -> dict[str, Any]:
+    """The config keys that a run uses, and digests of its data.
+
+    Runs of one setting repeat each other, with other seeds. with_seed: the seed as well. The data
+    digest covers the server's training and test images, labels and classes. A deployment's
+    count digest covers the samples of each class at each site: a site sends no digest of its data.
+    """
+    used = {"seed": run.config["seed"]} if with_seed else {}
+    used |= {k: v for k, v in run.config.items() if k not in NOT_A_SETTING and uses(run.config, k)}
+    used[DATA_DIGEST] = run.manifest.get("data", "")
+    if run.manifest.get("simulated") is False:
+        used[SITE_COUNTS] = run.manifest.get("split", "")
+    return used
+
+
 def differing_keys(configs: Sequence[Mapping[str, Any]], ignored: Set[str]) -> list[str]:
-    """The config keys, except `ignored`, whose values differ between runs that use them."""
+    """The keys, except `ignored`, whose values differ between the runs that use them.
+
+    configs: config keys, or what `setting_of` returns.
+    """
     keys = sorted({key for config in configs for key in config} - ignored)
     return [k for k in keys if len({str(c.get(k)) for c in configs if uses(c, k)}) > 1]
 

@@ -40,7 +40,7 @@ from protocol.options import (
 )
 from protocol.own_code import VALUE, Own, canonical, find, is_spec, known, table_of
 from protocol.server_optimizers import SERVER_OPTIMIZERS
-from protocol.source_spec import SOURCE_NAMES, parse_source
+from protocol.source_spec import SITES, SOURCE_NAMES, parse_source
 
 FlatConfig = dict[str, OptionValue]
 T = TypeVar("T")
@@ -76,7 +76,13 @@ class RunConfig:
         choice = self.rounds.evaluate_clients
         if choice != "auto":
             return choice
-        return "all" if self.method_options().is_personal else "none"
+        is_only_there = self.data.source == SITES  # the server has no test images
+        return "all" if self.method_options().is_personal or is_only_there else "none"
+
+    @property
+    def evaluates_global(self) -> bool:
+        """Whether the server evaluates the global model on its source's test set."""
+        return self.rounds.evaluate_global and self.data.source != SITES
 
     def no_test_part(self, client: str, has_own_data: bool = False) -> ValueError:
         """The error for a client without the local test part on which it is to be evaluated."""

@@ -5,6 +5,7 @@ it is implemented.
 """
 
 import math
+import re
 from dataclasses import dataclass
 
 from protocol.files import STATE_FILE
@@ -23,7 +24,7 @@ from protocol.options import (
 )
 from protocol.own_code import is_spec
 from protocol.server_optimizers import SERVER_OPTIMIZERS
-from protocol.source_spec import SOURCE_NAMES
+from protocol.source_spec import SITES, SOURCE_NAMES
 from protocol.text import num_of
 
 MIN_ROBUST_REPLIES = 3  # of two, neither is an outlier
@@ -35,11 +36,20 @@ def or_own_code(names: Constraint) -> Constraint:
     return Constraint(lambda v: names.holds(v) or is_spec(v), allowed, names.choices)
 
 
+def is_window(text: str) -> bool:
+    """Whether this is a value of `window`."""
+    bounds = re.fullmatch(r"(-?\d+),(-?\d+)", text)
+    return not text or (bounds is not None and int(bounds[1]) < int(bounds[2]))
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Where the samples come from, how they are split over clients, and how they are augmented."""
 
-    source: str = option(any_text(), "the data set: " + ", ".join(SOURCE_NAMES))
+    source: str = option(
+        any_text(),
+        f"the data set: {', '.join(SOURCE_NAMES)}; {SITES}: a deployment's sites, not the server",
+    )
     data_dir: str = option(
         any_text(), 'folder of downloaded data sets; "": $KEEL_HOME/data, else ~/.keel/data'
     )
@@ -53,6 +63,25 @@ class DataConfig:
     )
     channels: int = option(
         between(0, 3), "1 or 3; 0: the model's number of channels, else the source's own"
+    )
+    window: str = option(
+        Constraint(is_window, "'', or LOW,HIGH as in 0,4095"),
+        'values of images of 16 bits that become 0 and 255; "": the training images\' smallest and '
+        "largest",
+    )
+    classes: str = option(
+        any_text(),
+        "names of the source's labels, 0 first, or as in 1=cat,2=dog; with source = sites: the "
+        "run's classes",
+    )
+    group_by: str = option(
+        any_text(),
+        "column of labels.csv, or arrays NAME_train and NAME_test of an npz file: images of one "
+        "value (a patient) stay together, in train or test and at one client",
+    )
+    test_fraction: float = option(
+        between(0, 1, open_high=True),
+        "share of the training images that becomes the test set of a source without one",
     )
     normalise: str = option(
         one_of("source", "half"),
@@ -84,6 +113,11 @@ class DataConfig:
     flip: bool = option(true_or_false(), "random horizontal flip in training")
     crop_padding: int = option(between(0, 16), "random crop after padding by this many pixels")
     rotation: float = option(between(0, 180), "random rotation by up to this many degrees")
+
+    @property
+    def bounds(self) -> tuple[int, ...] | None:
+        """The two numbers of `window`; None if it is not set."""
+        return tuple(map(int, self.window.split(","))) if self.window else None
 
 
 @dataclass(frozen=True)

@@ -40,21 +40,23 @@ Counts = Annotated[list[Count], Field(max_length=MAX_COUNTS)]
 Text = Annotated[str, Field(strict=True, max_length=MAX_TEXT), AfterValidator(in_one_line)]
 # error code of a client whose state is lost or ahead of the server; Flower's own are below 100
 RESET_NEEDED = 100
-protocol_version = 4  # of the layout of messages; both sides need the same
+protocol_version = 5  # of the layout of messages; both sides need the same
 
 
 @dataclass(frozen=True)
 class DatasetSpec:
     """What every client has to know of the run's data source; a site has another source of its own.
 
-    image_shape: (C, H, W). class_names: a label is an index into them. mean, std: per channel, for
-    normalisation.
+    image_shape: (C, H, W). class_names: a label is an index into them; () where the server asks a
+    site for its own. mean, std: per channel, for normalisation. window: values of images of 16 bits
+    that become 0 and 255; (): images have 8.
     """
 
     image_shape: tuple[int, int, int]
     class_names: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    window: tuple[int, ...] = ()
 
     @property
     def num_classes(self) -> int:
@@ -130,7 +132,8 @@ class RosterEntry:
     num_partitions: the number of clients of a simulation; 0 for a real site. versions: of flwr and
     torch on the client; keel, protocol: versions of Keel and of the messages there. num_train,
     num_test: of samples, where the counts of each class are withheld (`privacy.metrics`) and [].
-    device: what a real site trains on; "" for a simulated client.
+    device: what a real site trains on; "" for a simulated client. own_labels: what a real site
+    calls each class, "" for one that it lacks; [] of others, and where counts are withheld.
     """
 
     client: Annotated[str, Field(strict=True), AfterValidator(check_client_name)]
@@ -146,6 +149,7 @@ class RosterEntry:
     num_train: Count = 0
     num_test: Count = 0
     device: Text = ""
+    own_labels: Annotated[list[Text], Field(max_length=MAX_COUNTS)] = field(default_factory=list)
 
     @property
     def num_examples(self) -> int:
@@ -367,8 +371,11 @@ def roster_entry(sent: Any) -> RosterEntry:
         place = ".".join(map(str, wrong["loc"]))
         reason = in_one_line(f"field {place!r} of its roster entry: {wrong['msg']}")
         raise ValueError(f"client {client}: {reason}") from error
-    if len(entry.label_counts) != len(entry.test_label_counts):
-        raise ValueError(f"client {client}: label_counts and test_label_counts differ in length")
+    lengths = {len(entry.label_counts), len(entry.test_label_counts)}
+    if len(lengths | {len(entry.own_labels or entry.label_counts)}) > 1:
+        raise ValueError(
+            f"client {client}: label_counts, test_label_counts and own_labels differ in length"
+        )
     return entry
 
 

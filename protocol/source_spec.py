@@ -20,17 +20,19 @@ SOURCE_NAMES = (
     "folder:PATH",
     "npz:PATH",
 )
+SITES = "sites"  # in a deployment: the sites' own data, of which the server holds none
 
 
 def parse_source(spec: str) -> tuple[str, Path | None]:
-    """(name in SOURCE_NAMES, PATH with `~` expanded or None) of a `source` value.
+    """(name in SOURCE_NAMES or SITES, PATH with `~` expanded or None) of a `source` value.
 
     ValueError for an unknown name and for a relative path.
     """
     kind, colon, location = spec.partition(":")
     name = f"{kind}:PATH" if colon else kind
-    if name not in SOURCE_NAMES or (colon and not location):
-        names, hint = ", ".join(SOURCE_NAMES), did_you_mean(name, SOURCE_NAMES)
+    known = (*SOURCE_NAMES, SITES)
+    if name not in known or (colon and not location):
+        names, hint = ", ".join(known), did_you_mean(name, known)
         raise ConfigError("source", f"source = {spec!r}: expected one of {names}{hint}")
     if not colon:
         return name, None

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence, Sized
 
+MAX_SHOWN_LABELS = 50
 CLIENT_NAME_RULE = "1 to 64 letters, digits, '.', '_' or '-', not dots alone"
 _client_name = re.compile(r"(?!\.+\Z)[A-Za-z0-9._-]{1,64}")
 _ansi = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-_])")
@@ -47,6 +48,19 @@ def num_of(noun: str, things: Sized | float, plural: str = "") -> str:
     num = len(things) if isinstance(things, Sized) else things
     text = f"{num:g}" if isinstance(num, float) else str(num)
     return f"{text} {noun if num == 1 else plural or noun + 's'}"
+
+
+def labels_text(own_labels: Sequence[str], names: Sequence[str], counts: Sequence[int]) -> str:
+    """What a client's labels mean, with the samples of each: `1 = cat (30), dog (0)`.
+
+    own_labels: what the client calls each of `names`; "" for one that it lacks.
+    """
+    parts = [
+        f"{own} = {name} ({count})" if own not in (name, "") else f"{name} ({count})"
+        for own, name, count in zip(own_labels, names, counts, strict=True)
+    ]
+    more = f", and {len(parts) - MAX_SHOWN_LABELS} more" if len(parts) > MAX_SHOWN_LABELS else ""
+    return printable(", ".join(parts[:MAX_SHOWN_LABELS]) + more)
 
 
 def size_of_data(num_train: int, num_test: int, shape: Sequence[int], num_classes: int) -> str:

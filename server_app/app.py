@@ -18,7 +18,7 @@ from server_app.roster import read_saved_roster
 from server_app.run import run_federation
 from server_app.run_reader import ROSTER_FILE
 from server_app.simulation import pool_of_workers
-from server_app.sites import Sites
+from server_app.sites import Sites, keys_of_sites
 
 app = ServerApp()
 log = logging.getLogger("keel.server")
@@ -43,6 +43,8 @@ def main(grid: Grid, context: Context) -> None:
     bound_superlink_retries(grid, SUPERLINK_TIMEOUT_S)
     try:
         keys = dict(grid.run.override_config)
+        if not is_in_process_grid(grid):
+            keys |= keys_of_sites(grid, keys)
         run_federation(make_pool, keys, on_process_exit, [SummaryTable()], early)
     except (ValueError, OSError, RuntimeError) as error:
         log.error("error: %s", error)

@@ -90,6 +90,6 @@ def config_warnings(config: RunConfig, overrides: Mapping[str, OptionValue]) -> 
         )
     if not config.privacy.withholds_metrics and method.is_personal and not on_clients:
         lines.append("evaluate-clients = 'none': the clients' personal models are never evaluated")
-    elif not on_clients and not rounds.evaluate_global:
+    elif not on_clients and not config.evaluates_global:
         lines.append("evaluate-global = false: nothing is evaluated in this run")
     return lines

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from client_app.method import Method
@@ -21,6 +20,7 @@ from client_app.node_config import own_architecture
 from client_app.samples import Pixels
 from client_app.setup import build_network
 from client_app.state import newest_state
+from data.decoding import Preparation, open_image
 from models import StagedModel
 from protocol.arrays import Arrays
 from protocol.files import digest, round_of, versions_in
@@ -42,60 +42,59 @@ class NoPersonalModel(ValueError):
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A network in eval mode, the normalisation of its input and the names of its outputs."""
+    """A network in eval mode, how its input is prepared, and the names of its outputs."""
 
     network: StagedModel
+    preparation: Preparation
     pixels: Pixels
     class_names: tuple[str, ...]
 
-    @torch.no_grad()
     def probabilities(self, images: np.ndarray) -> Tensor:
-        """[N, num_classes] for uint8 images [N, H, W], [N, H, W, C] or [N, C, H, W] of any size.
+        """[N, num_classes] for images [N, H, W], [N, H, W, C] or [N, C, H, W] of any size.
 
-        Colours are converted as in training. ValueError for other arrays, and where it is not clear
-        which axis is which.
+        uint8, or uint16 where the model was trained on images of 16 bits. They are prepared as in
+        training. ValueError for other arrays, and where it is not clear which axis is which.
         """
         found = images.dtype if isinstance(images, np.ndarray) else type(images).__name__
-        if found != np.uint8:
-            raise ValueError(f"images are {found}: expected a NumPy array of uint8, 0..255")
+        if found not in (np.uint8, np.uint16):
+            raise ValueError(f"images are {found}: expected a NumPy array of uint8 or uint16")
         check_not_forked()
-        x = np.ascontiguousarray(images)
-        if x.ndim == 3 and x.shape[-1] not in (1, 3):
-            x = x[:, None]
-        has_colours_last = x.ndim == 4 and x.shape[-1] in (1, 3)
-        has_colours_first = x.ndim == 4 and x.shape[1] in (1, 3)
-        if has_colours_last and not has_colours_first:
-            x = x.transpose(0, 3, 1, 2)
-        if has_colours_last == has_colours_first or 0 in x.shape[1:]:
+        x, shape = images, images.shape
+        has_colours_last = x.ndim == 4 and shape[-1] in (1, 3)
+        has_colours_first = x.ndim == 4 and shape[1] in (1, 3)
+        is_grey = x.ndim == 3 and shape[-1] not in (1, 3)
+        if has_colours_last + has_colours_first + is_grey != 1 or 0 in shape[1:]:
             hint = "; of one image, pass image[None]" if x.ndim == 3 else ""
             raise ValueError(
-                f"images are {list(images.shape)}: expected [N, H, W], [N, H, W, C] or "
-                f"[N, C, H, W] with C = 1 or 3{hint}"
+                f"images are {list(shape)}: expected [N, H, W], [N, H, W, C] or [N, C, H, W] with "
+                f"C = 1 or 3{hint}"
             )
-        starts = range(0, max(len(x), 1), IMAGES_AT_A_TIME)
-        # copies: torch warns of arrays that it may not write to, such as Pillow's and memory maps
-        parts = (torch.from_numpy(np.array(x[i : i + IMAGES_AT_A_TIME])) for i in starts)
-        return torch.cat([self._probabilities(part) for part in parts])
+        if has_colours_first:
+            x = x.transpose(0, 2, 3, 1)
+        if x.ndim == 4 and x.shape[-1] == 1:
+            x = x[..., 0]
+        prepare = self.preparation.pixels
+        parts = []
+        for start in range(0, max(len(x), 1), IMAGES_AT_A_TIME):
+            some = x[start : start + IMAGES_AT_A_TIME]
+            pixels = [prepare(image, f"images[{start + i}]") for i, image in enumerate(some)]
+            shape = (len(some), *self.network.input_shape)
+            parts.append(self.of_pixels(np.array(pixels, dtype=np.uint8).reshape(shape)))
+        return torch.cat(parts)
 
-    def _probabilities(self, x: Tensor) -> Tensor:
-        """The same of a few images [N, C, H, W]."""
-        channels, size, _ = self.network.input_shape
-        x = x.float()
-        if x.shape[1] != channels:
-            x = x.expand(-1, 3, -1, -1) if channels == 3 else grey(x)
-        if x.shape[2:] != (size, size):
-            x = F.interpolate(x, (size, size), mode="bilinear", antialias=True).clamp(0, 255)
-        return torch.softmax(self.network(self.pixels.normalise(x)), dim=1)
+    def of_file(self, path: str) -> Tensor:
+        """[num_classes] for an image file; ImageFileError naming it if it cannot be read."""
+        pixels = self.preparation.pixels(open_image(path), path)
+        return self.of_pixels(pixels[None].copy())[0]
+
+    @torch.no_grad()
+    def of_pixels(self, pixels: np.ndarray) -> Tensor:
+        """[N, num_classes] for prepared pixels, uint8 [N, C, H, W]."""
+        return torch.softmax(self.network(self.pixels.normalise(torch.from_numpy(pixels))), dim=1)
 
     def predict(self, images: np.ndarray) -> list[str]:
         """The most probable class's name for each image."""
         return [self.class_names[i] for i in self.probabilities(images).argmax(1).tolist()]
-
-
-def grey(x: Tensor) -> Tensor:
-    """[N, 1, H, W] of colours [N, 3, H, W], 0..255, with the weights of Pillow's mode L."""
-    weights = x.new_tensor([19595.0, 38470.0, 7471.0])[:, None, None]
-    return ((x * weights).sum(1, keepdim=True) + 32768).div(65536).floor()
 
 
 def load_model(directory: str | Path, client: str = "") -> TrainedModel:
@@ -162,7 +161,9 @@ def read_model(run: RunReader, client: str = "") -> TrainedModel:
         raise ValueError(
             f"{run.directory}: its model does not fit its config: {in_one_line(error, 200)}"
         ) from error
-    return TrainedModel(network.eval(), Pixels(data.mean, data.std), data.class_names)
+    channels, height, width = data.image_shape
+    preparation = Preparation(channels, width, height, data.window)
+    return TrainedModel(network.eval(), preparation, Pixels(data.mean, data.std), data.class_names)
 
 
 def personal_arrays(run: RunReader, client: str, method: Method, received: Arrays) -> Arrays:
@@ -199,7 +200,9 @@ def spec_of(about: Mapping[str, str]) -> DatasetSpec:
     """What a model's metadata says of its images and classes."""
     channels, height, width = (int(n) for n in about["shape"].split(","))
     mean, std = (tuple(map(float, about[key].split(","))) for key in ("mean", "std"))
-    return DatasetSpec((channels, height, width), tuple(about["classes"].split("\n")), mean, std)
+    window = tuple(int(bound) for bound in about.get("window", "").split(",") if bound)
+    classes = tuple(about["classes"].split("\n"))
+    return DatasetSpec((channels, height, width), classes, mean, std, window)
 
 
 def check_is_as_written(path: Path, manifest: Mapping[str, Any]) -> None:

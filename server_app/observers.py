@@ -27,7 +27,8 @@ class RunInfo:
     """What is about to run. `history`: lines of the rounds done before a resume.
 
     config: every key with its value. device: of the server; with the inline engine, of the clients.
-    workers: a text about those of each machine, such as `host: 2 on cuda:0`.
+    workers: a text about those of each machine, such as `host: 2 on cuda:0`. warnings: what the
+    summary repeats at the end.
     """
 
     directory: Path
@@ -47,6 +48,7 @@ class RunInfo:
     config: Mapping[str, Any] = field(default_factory=dict)
     device: str = "cpu"
     workers: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -180,4 +182,6 @@ class SummaryTable(RunObserver):
         )
         if privacy := summary["privacy"]:
             console.print(f"privacy: {privacy_text(privacy)}")
+        for text in summary["warnings"]:
+            console.print(f"warning: {escape(text)}", soft_wrap=True)
         console.print(f"run directory: {escape(summary['directory'])}", soft_wrap=True)

@@ -66,6 +66,7 @@ class Reporter:
             "ended": iso_time(time.time()) if has_ended else None,
             **summarise(self.history, config.flat, config.rounds.last_rounds),
             "privacy": privacy_spent(self.run),
+            "warnings": list(self.info.warnings),
         }
         path = self.info.directory / SUMMARY_FILE
         write_atomically(path, json.dumps(summary, indent=2).encode())
@@ -199,6 +200,7 @@ def info_of(run: Run, history: Sequence[Line]) -> RunInfo:
             ).items()
         ),
         device=str(next(experiment.model.parameters()).device),
+        warnings=source.notes,
     )
 
 
@@ -216,6 +218,7 @@ def model_metadata(run: Run) -> dict[str, str]:
         "classes": "\n".join(source.class_names),
         "mean": ",".join(map(str, pixels.mean)),
         "std": ",".join(map(str, pixels.std)),
+        "window": ",".join(map(str, source.window)),
     }
 
 

@@ -192,8 +192,7 @@ def check_sizes(
     if 0 in totals:
         raise ValueError(
             f"no client has samples of the class {source.class_names[totals.index(0)]!r} of the "
-            f"run's source {source.name}, so it cannot be learnt: remove it from the source, or "
-            "number the labels of an npz file from 0 without gaps"
+            f"run's source {source.name}, so it cannot be learnt: remove it from the source"
         )
     if config.evaluated_clients != "none" and not sizes[:, 1].all():
         raise config.no_test_part(name(int(np.argmin(sizes[:, 1]))), not are_partitions)

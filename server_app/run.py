@@ -176,7 +176,7 @@ def evaluate(run: Run, number: int, arrays: Arrays, report: RoundReport, silent:
         return line
     if run.config.evaluated_clients != "none":
         line |= evaluate_clients(run, number, arrays, report, silent)
-    if rounds.evaluate_global and run.experiment.method.has_global_model:
+    if run.config.evaluates_global and run.experiment.method.has_global_model:
         line["global"] = global_score(run, number, arrays)
     return line
 

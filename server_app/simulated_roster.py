@@ -59,6 +59,11 @@ class SimulatedRoster(Mapping[int, RosterEntry]):
     @cached_property
     def sizes(self) -> np.ndarray:
         """Each client's (training, local test) samples, [N, 2]."""
+        if self.source.train.groups is not None:
+            parts = (
+                client_indices(self.config, i, self.num_clients) for i in range(self.num_clients)
+            )
+            return np.array([[len(train), len(test)] for train, test in parts])
         total = self.parts.sizes
         num_test = np.zeros_like(total)
         if self.config.data.local_test_fraction:

@@ -12,13 +12,24 @@ from typing import Any, ClassVar
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from data.sources import Source
+from data.sources import Reading, Source, source_without_images
 from flower_adapter import (
     NO_REPLY,
     bound_pulls,
 )
-from protocol.config import RunConfig
-from protocol.messages import MachineReport, RosterEntry, error_reason, read_roster
+from protocol.config import RunConfig, resolve_config
+from protocol.messages import (
+    DatasetSpec,
+    MachineReport,
+    RosterEntry,
+    RosterRequest,
+    error_reason,
+    read_roster,
+    request_record,
+)
+from protocol.models import model_spec
+from protocol.options import OptionValue
+from protocol.source_spec import SITES
 from protocol.text import in_one_line, num_of, shortened
 from server_app.exchange import Exchange
 from server_app.roster import check_partitions, check_roster, save_roster
@@ -32,6 +43,29 @@ GATHER_S = 90.0  # for the clients of a resumed run to return; Flower readmits a
 LOOK_EVERY_S = 1.0
 QUERY_S = 30.0  # for a node that connects during the run to describe itself
 RETRY_S, RETRY_SILENT_S = 60.0, 600.0  # until a node that was refused, or silent, is queried again
+
+
+def keys_of_sites(grid: Grid, keys: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
+    """What a new run with `source = sites` leaves to them: `classes`, `image-size`, `channels`.
+
+    As the first of the run's sites has them, by name. {} where classes may not leave the sites.
+    """
+    config = resolve_config(keys)
+    data, model = config.data, model_spec(config.model.model)
+    is_told = data.source != SITES or bool(config.rounds.resume) or bool(data.classes)
+    if is_told or config.privacy.withholds_metrics:
+        return {}
+    query = request_record(RosterRequest(config, DatasetSpec((0, 0, 0), (), (), ())))
+    sites = Sites(grid, config, query, source_without_images(Reading(1, 1, classes="?")))
+    first = min(sites.all_entries().values(), key=lambda entry: entry.client)
+    log.info("classes, as client %s has them: %s", first.client, ", ".join(first.own_labels))
+    channels, height, width = first.image_shape
+    found: dict[str, OptionValue] = {"classes": json.dumps(first.own_labels)}
+    if not data.image_size and not model.image_size and height == width:
+        found["image-size"] = height
+    if not data.channels and not model.channels:
+        found["channels"] = channels
+    return found
 
 
 class Sites:
@@ -52,7 +86,7 @@ class Sites:
         source: Source,
         saved: Mapping[int, RosterEntry] | None = None,
     ) -> None:
-        """query: a roster request. saved: the roster of the run that is resumed."""
+        """query: a roster request. source: the run's. saved: the roster of a resumed run."""
         self.grid, self.config, self.query, self.source = grid, config, query, source
         self.roster: dict[int, RosterEntry] = dict(saved or {})
         # of former nodes too
@@ -63,11 +97,6 @@ class Sites:
         self.path: Path | None = None
         self.note: Callable[..., Any] = lambda event, **fields: None
         self.names = registered_names()
-        if self.names is None:
-            log.warning(
-                "clients' names are not verified: without $%s, they are not bound to keys",
-                REGISTRY_VARIABLE,
-            )
 
     def record_in(self, path: Path, note: Callable[..., Any]) -> None:
         """From now on, keep `roster.json` in the run directory up to date, and note who joins.
@@ -122,9 +151,24 @@ class Sites:
         ValueError or TimeoutError, one line, naming the client that is missing, cannot take part,
         or does not fit with the others or the run's source.
         """
+        if self.names is None:
+            log.warning(
+                "clients' names are not verified: without $%s, they are not bound to keys",
+                REGISTRY_VARIABLE,
+            )
         if self.roster:
             self.gather_again()
             return
+        entries = self.all_entries()
+        check_roster(self.config, entries, self.source)
+        self.roster.update(entries)
+        self.clients = {node: entry.client for node, entry in entries.items()}
+
+    def all_entries(self) -> dict[int, RosterEntry]:
+        """The entry of each node, once as many clients as the run has have described themselves.
+
+        ValueError or TimeoutError as `gather`.
+        """
         deadline, said = time.monotonic() + START_S, ""
         entries: dict[int, RosterEntry] = {}
         while True:
@@ -138,7 +182,7 @@ class Sites:
             partitions = max((entry.num_partitions for entry in entries.values()), default=1)
             expected = max(1, partitions, self.config.rounds.num_clients)
             if len(entries) >= expected:
-                break
+                return entries
             text = f"{len(entries)} of {expected} connected"
             if away := sorted(c for node, c in (self.names or {}).items() if node not in entries):
                 text += f"; not connected, or silent: {shortened(away)}"
@@ -148,9 +192,6 @@ class Sites:
                 said = text
                 log.info("waiting for clients: %s", text)
             time.sleep(LOOK_EVERY_S)
-        check_roster(self.config, entries, self.source)
-        self.roster.update(entries)
-        self.clients = {node: entry.client for node, entry in entries.items()}
 
     def gather_again(self) -> None:
         """Wait up to 90 seconds for the clients of a resumed run; others may return later.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
+import numpy as np
 from flwr.app import Message
 
 from client_app.machine import data_digest, host_name, report_of
@@ -16,6 +17,7 @@ from protocol.config import RunConfig, resolve_config
 from protocol.messages import PreflightRequest, payload_bytes
 from protocol.options import OptionValue
 from protocol.own_code import Own
+from protocol.text import labels_text
 from server_app.checks import config_warnings
 from server_app.diagnostics.monitor import Monitor
 from server_app.experiment import Experiment, admit_clients, build_experiment
@@ -146,9 +148,9 @@ def start_run(
     clients, warnings = admit_clients(experiment, pool)
     monitor = Monitor(experiment, clients.are_simulated) if config.rounds.diagnostics else None
     start = Checkpoint(0, experiment.first_arrays, {})
-    data = data_digest(experiment.source) if clients.are_simulated else ""
+    data = data_digest(experiment.source)
     if resumed:
-        if data:
+        if clients.are_simulated:
             check_same_data(resumed.path, config, data, clients.split)
         if resumed.has_checkpoint():
             start = resumed.newest_checkpoint(start.arrays)
@@ -158,7 +160,7 @@ def start_run(
         held.callback(directory.close)
     backoff = Backoff(config.rounds.backoff_after)
     run = Run(experiment, pool, clients, directory, start, monitor, backoff)
-    warnings += config_warnings(config, overrides)
+    warnings += [*config_warnings(config, overrides), *experiment.source.notes]
     begin_log(run, warnings + own_code.edited(config.own, overrides.values()), early)
     if clients.are_simulated:
         # a resume with another number of simulated clients would split the data differently
@@ -181,6 +183,20 @@ def begin_log(run: Run, warnings: list[str], early: MemoryHandler | None) -> Non
         warnings = warnings + machine_warnings(run.pool.machines, report_of(request))
     for text in warnings:
         log.warning("%s", text)
+    log_labels(run)
+
+
+def log_labels(run: Run) -> None:
+    """Log what the labels of the source mean, or those of each site, with their samples."""
+    source, names = run.experiment.source, run.experiment.data.class_names
+    if len(source.train.labels):
+        counts = np.bincount(source.train.labels, minlength=len(names)).tolist()
+        text = labels_text(source.own_labels, names, counts)
+        log.info("labels and training images of %s: %s", source.name, text)
+    for entry in run.clients.shown:
+        if entry.own_labels:
+            text = labels_text(entry.own_labels, names, entry.label_counts)
+            log.info("client %s: labels and training samples: %s", entry.client, text)
 
 
 def note_manifest(run: Run, data: str) -> None:

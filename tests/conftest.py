@@ -11,7 +11,6 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,9 +113,12 @@ def keel_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 def load(tmp_path: Path) -> Callable[..., Source]:
     """load_source with its directories below tmp_path."""
-    from data.sources import load_source
+    from data.sources import Reading, load_source
 
-    return partial(load_source, data_dir=tmp_path / "data", cache_dir=tmp_path / "cache")
+    def loaded(spec, **reading):
+        return load_source(spec, tmp_path / "data", tmp_path / "cache", Reading(**reading))
+
+    return loaded
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from PIL import Image
 from client_app.methods import method_of
 from client_app.node_config import own_architecture
 from client_app.process_cache import ProcessCache
-from client_app.setup import build_network, client_indices, open_source, pixels_of
+from client_app.setup import build_network, client_indices, open_site, open_source, pixels_of
 from client_app.state import StateFolder
 from flower_adapter import GPU_LOST
 from protocol.messages import (
@@ -211,7 +211,7 @@ def test_a_site_trains_under_the_runs_labels_and_normalisation(tmp_path):
     now = ProcessCache().begin_round(request, node, initial(config), {}, {})
     assert now.label_counts.tolist() == [0, 12, 12]
     assert now.train_samples.pixels == pixels_of(config, open_source(config))
-    assert now.train_samples.pixels != pixels_of(config, open_source(config, f"folder:{own}"))
+    assert now.train_samples.pixels != pixels_of(config, open_site(config, f"folder:{own}", "", ()))
 
 
 def test_a_partition_of_another_copy_of_the_source_is_refused(tmp_path):

@@ -1,8 +1,10 @@
 """Decoding: sizes, channels, mean and deviation, unreadable images."""
 
+import zlib
+
 import numpy as np
 import pytest
-from data_fixtures import make_folder, make_npz, random_images, rejected
+from data_fixtures import make_folder, make_npz, random_images, rejected, save_image
 from PIL import ExifTags, Image
 
 
@@ -60,7 +62,7 @@ def test_an_unreadable_image_is_named(load, tmp_path, kind):
 
 
 def test_images_are_turned_as_their_exif_data_says(load, tmp_path):
-    """Cameras store the image as the sensor saw it. Damaged EXIF data turns nothing."""
+    """Cameras store the image as the sensor saw it. Damaged EXIF data may be about that."""
     images = random_images(2, 30, 40)
     spec = make_folder(tmp_path / "mine", images)
     before = load(spec).train.images
@@ -73,10 +75,45 @@ def test_images_are_turned_as_their_exif_data_says(load, tmp_path):
     assert np.array_equal(load(spec).train.images, before)
     [file] = (tmp_path / "mine" / "train").glob("*/0.png")
     Image.fromarray(images[0]).save(file, exif=b"Exif\0\0damaged")
-    assert np.array_equal(load(spec).train.images[0], before[0])
+    assert str(file) in rejected(load, spec)
 
 
-def test_images_of_16_bits(load, tmp_path):
-    spec = make_folder(tmp_path / "mine", np.zeros((2, 30, 30), dtype=np.uint16))
-    message = rejected(load, spec)
-    assert "0.png" in message
+def deep_images(num, low=300, high=4095):
+    return np.random.default_rng(3).integers(low, high + 1, (num, 30, 34)).astype(np.uint16)
+
+
+@pytest.mark.parametrize("ending", ["png", "tif", "npz"])
+def test_images_of_16_bits_are_mapped_by_their_window(load, tmp_path, ending):
+    """By default the smallest value of the training images is 0, the largest 255."""
+    train, test = deep_images(4), deep_images(4, 0, 65535)
+    train.flat[:2] = 300, 4095
+    if ending == "npz":
+        changes = {"x_train": train, "y_train": np.arange(4) % 2}
+        spec = make_npz(tmp_path / "m.npz", **changes, x_test=test, y_test=np.arange(4) % 2)
+    else:
+        for split, images in (("train", train), ("test", test)):
+            for i, pixels in enumerate(images):
+                save_image(tmp_path / "mine" / split / "ab"[i % 2] / f"{i}.{ending}", pixels)
+        spec = f"folder:{tmp_path / 'mine'}"
+    source, order = load(spec), [0, 1, 2, 3] if ending == "npz" else [0, 2, 1, 3]
+    assert source.window == (300, 4095)
+    for images, split in ((train, source.train), (test, source.test)):
+        expected = np.rint((images.astype(float) - 300) / 3795 * 255).clip(0, 255)
+        assert np.array_equal(split.images[:, 0], expected[order])
+    fixed = load(spec, window=(0, 65535)).test.images[:, 0]
+    assert np.array_equal(fixed, np.rint(test[order] / 257))
+
+
+def test_images_of_two_depths_and_deep_colours_are_refused(load, tmp_path):
+    spec = make_folder(tmp_path / "mine", [random_images(30, 30), random_images(30, 30)])
+    assert "ant/0.png" in rejected(load, spec, window=(0, 255))
+    deep = tmp_path / "mine/test/bee/1.png"
+    save_image(deep, deep_images(1)[0])
+    assert str(deep) in rejected(load, spec)
+    assert "0.png" in rejected(load, make_folder(tmp_path / "deep", deep_images(2)), window=())
+    Image.new("RGB", (30, 30)).save(deep)
+    content = bytearray(deep.read_bytes())
+    content[24] = 16  # bits a channel, in the header
+    content[29:33] = zlib.crc32(content[12:29]).to_bytes(4, "big")
+    deep.write_bytes(content)
+    assert str(deep) in rejected(load, spec)

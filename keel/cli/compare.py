@@ -11,7 +11,7 @@ from rich.text import Text
 
 from keel.cli.list_runs import percent, state_text
 from keel.exports import csv_text
-from keel.runs import SavedRun, differing_keys, find_run, uses
+from keel.runs import SavedRun, differing_keys, find_run, setting_of
 from keel.tables import print_table
 from protocol.config import keel_home
 from protocol.files import digest, private_files, write_output
@@ -20,7 +20,6 @@ from protocol.text import printable, shortened
 from server_app.history import CURVES, summarise
 
 MAX_NAME_BYTES = 200  # of a run's name, in the name of a plot
-PLACES = {"output-dir", "run-name", "data-dir", "resume"}  # keys that `compare` ignores
 
 
 def compare(
@@ -45,7 +44,8 @@ def compare(
         example = plot / "plot.png" if is_directory else plot.with_suffix(".png")
         raise ValueError(f"--output {plot}: name a file, such as {example}")
     found = [find_run(run) for run in runs]
-    keys = differing_keys([run.config for run in found], PLACES)
+    settings = [setting_of(run, with_seed=True) for run in found]
+    keys = differing_keys(settings, frozenset())
     rows = [comparison_row(run) for run in found]
     columns: dict[str, list[str | Text]] = {
         "run": [run.name for run in found],
@@ -55,8 +55,8 @@ def compare(
         "s/round": ["" if (s := row["seconds_per_round"]) is None else f"{s:.2f}" for row in rows],
         "state": [state_text(row["state"]) for row in rows],
         "differs in": [
-            " ".join(f"{k}={typed(run.config.get(k))}" for k in keys if uses(run.config, k))
-            for run in found
+            " ".join(f"{key}={typed(setting[key])}" for key in keys if key in setting)
+            for setting in settings
         ],
     }
     print_table(columns, ["rounds", "final", "best", "s/round"])
@@ -64,9 +64,8 @@ def compare(
         print(printable(remark))
     if csv_file:
         table: list[list[object]] = [[*rows[0], *keys]]
-        for run, row in zip(found, rows, strict=True):
-            own = (run.config.get(k) if uses(run.config, k) else None for k in keys)
-            table.append([*row.values(), *own])
+        for setting, row in zip(settings, rows, strict=True):
+            table.append([*row.values(), *(setting.get(key) for key in keys)])
         write_output(csv_file.expanduser(), csv_text(table).encode(errors="replace"))
         print(f"table: {csv_file}")
     path = (plot or keel_home() / "comparisons" / f"{comparison_name(found)}.png").expanduser()

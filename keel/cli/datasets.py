@@ -9,6 +9,7 @@ from keel.cli.arguments import JsonOption, NameArgument
 from keel.tables import Row, show, show_one
 from protocol.config import keel_home, resolve_config
 
+SAME_KEY = "As the config key of this name."
 # Files in data-dir that a download creates or the user provides.
 DATA_FILES = {
     "fashion-mnist": ("fashion-mnist", "FashionMNIST/raw"),
@@ -26,12 +27,18 @@ def datasets(
     image_size: Annotated[
         int, typer.Option(help="Pixels to which images are resized; 0: their own size.")
     ] = 0,
+    window: Annotated[str, typer.Option(help=SAME_KEY)] = "",
+    classes: Annotated[str, typer.Option(help=SAME_KEY)] = "",
+    group_by: Annotated[str, typer.Option(help=SAME_KEY)] = "",
+    test_fraction: Annotated[float, typer.Option(help=SAME_KEY)] = 0.0,
 ) -> None:
-    """List the data sets, or show one: its classes and pixel statistics."""
+    """List the data sets, or show one: its classes, pixel statistics and what is unusual."""
     from data.readers import READERS
-    from data.sources import load_source
+    from data.sources import Reading, load_source
 
-    resolve_config({"image-size": image_size})
+    keys: Row = {"image-size": image_size, "window": window, "classes": classes}
+    keys |= {"group-by": group_by, "test-fraction": test_fraction}
+    bounds = resolve_config(keys).data.bounds
     data_dir, cache_dir = keel_home() / "data", keel_home() / "cache"
     rows = {
         each: {
@@ -52,19 +59,26 @@ def datasets(
     if name in rows and rows[name]["here"] != "yes":
         show_one(rows[name], {}, as_json)
         return
-    source = load_source(name, data_dir, cache_dir, image_size)
+    reading = Reading(image_size, 0, bounds, classes, group_by, test_fraction)
+    source = load_source(name, data_dir, cache_dir, reading)
     facts: Row = {
         "name": source.name,
         "shape": list(source.image_shape),
         "mean": [round(value, 4) for value in source.mean],
         "std": [round(value, 4) for value in source.std],
     }
+    if source.window:
+        facts["window of 16 bits"] = list(source.window)
+    if source.notes:
+        facts["warnings"] = list(source.notes) if as_json else "\n".join(source.notes)
     published = rows[name]["shape"] if name in rows else None
     if published and published != facts["shape"]:
         facts |= {"shape as published": published}
+    is_renamed = source.own_labels != source.class_names
     counts = [
         {
             "class": class_name,
+            **({"label": source.own_labels[label]} if is_renamed else {}),
             "train": int((source.train.labels == label).sum()),
             "test": int((source.test.labels == label).sum()),
         }

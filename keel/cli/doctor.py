@@ -71,6 +71,7 @@ def client(
             [name for name in classes.split(",") if name],
             model,
             worker or default_socket(),
+            os.environ.get("KEEL_CLASSES", ""),
         )
         if inside:
             yield from inner

@@ -27,7 +27,8 @@ def export(
 ) -> None:
     """Export a run's history, or its final model, which includes the normalisation.
 
-    An exported model takes pixels 0..255 as float32 [N, C, H, W] and returns logits [N, classes].
+    An exported model takes pixels 0..255 as float32 [N, C, H, W] and returns logits and
+    probabilities [N, classes]. Its metadata says how an image file becomes these pixels.
     """
     saved = find_run(run)
     stem = f"{saved.name}-{client}" if client else saved.name

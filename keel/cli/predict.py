@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -29,10 +29,10 @@ def predict(
     model = load_model(directory, client)
     found = []
     for path in images:
-        probabilities = model.probabilities(read_image(path)[None])[0]
+        probabilities = model.of_file(str(path.expanduser()))
         best = int(probabilities.argmax())
         name, share = model.class_names[best], float(probabilities[best])
-        found.append({"image": str(path), "class": name, "probability": round(share, 4)})
+        found.append({"image": str(path), "class": name, "probability": round(share, 6)})
     if as_json:
         print(json.dumps(found, indent=2))
         return
@@ -42,24 +42,12 @@ def predict(
 
 
 def check_image(path: Path) -> None:
-    """ValueError naming the file if it is missing, or training would refuse it by its header."""
-    from data.decoding import with_file
+    """ValueError naming the file if it is missing, or training would refuse it."""
+    from data.decoding import open_image
 
-    if not path.expanduser().exists():
+    place = path.expanduser()
+    if not place.exists():
         raise ValueError(f"{path} does not exist")
-    if not path.expanduser().is_file() and not path.expanduser().is_dir():  # a folder: `with_file`
+    if not place.is_file() and not place.is_dir():  # a folder: `open_image`
         raise ValueError(f"{path}: not a plain file: write the image to one")  # a pipe blocks
-    with_file(str(path.expanduser()), lambda image: None, upright=False)
-
-
-def read_image(path: Path) -> Any:
-    """An image as uint8 [H, W] if it is grey, else [H, W, 3], read as training reads it."""
-    import numpy as np
-
-    from data.decoding import CHANNELS_OF_MODE, with_file
-
-    modes = {1: "L", 3: "RGB"}
-    return with_file(
-        str(path.expanduser()),
-        lambda image: np.array(image.convert(modes[CHANNELS_OF_MODE[image.mode]])),
-    )
+    open_image(str(place))

@@ -16,7 +16,7 @@ from keel.deployment.doctor import Finding, check, fine, problem, skipped
 from keel.deployment.superlink import PROGRAMS, check_programs, environment
 from protocol.code import code_digest
 from protocol.config import keel_home, project_file, resolve_config
-from protocol.text import num_of
+from protocol.text import labels_text, num_of
 
 GiB = 2**30
 MIN_DISK_BYTES = 2 * GiB  # a few models' checkpoints and decoded data
@@ -33,16 +33,18 @@ def check_runtime(
     classes: Sequence[str] = (),
     model: str = "",
     worker: Path | None = None,
+    names: str = "",
 ) -> Iterator[Finding]:
     """Everything where the code of a `server` or a `client` runs; data and worker if given.
 
-    code: the digest that Keel's client code should have; "": any.
+    code: the digest that Keel's client code should have; "": any. names: `classes` of the client's
+    node config.
     """
     yield from check_versions(code)
     yield from check_disk(keel_home(), "set KEEL_HOME")
     if machine == "client":
         yield from check_device(device)
-        yield from check_data(source, classes, {"model": model} if model else {})
+        yield from check_data(source, classes, {"model": model} if model else {}, names)
         yield from check_privacy_limits()
         yield from check_worker(worker)
 
@@ -139,19 +141,19 @@ def check_device(name: str) -> Iterator[Finding]:
 
 @check
 def check_data(
-    source: str, classes: Sequence[str], run_config: dict[str, str]
+    source: str, classes: Sequence[str], run_config: dict[str, str], names: str = ""
 ) -> Iterator[Finding]:
-    """The data can be read, and the run knows its classes."""
+    """The data can be read, and the run knows its classes. names: `classes` of the node config."""
     import numpy as np
 
-    from client_app.node_config import labels_in_run
-    from client_app.setup import open_source
+    from client_app.node_config import how_to_name, labels_in_run, own_labels_in_run
+    from client_app.setup import open_site
 
     if not source:
         yield skipped("data: neither --source nor KEEL_SOURCE names it")
         return
     try:
-        data = open_source(resolve_config(run_config), source)
+        data = open_site(resolve_config(run_config), source, names, None)
     except (PermissionError, ValueError) as error:
         denied = error if isinstance(error, PermissionError) else error.__cause__
         if not isinstance(denied, PermissionError):
@@ -162,15 +164,20 @@ def check_data(
             what = "change the group or mode of the data, or deploy with a reader's"
         yield problem(f"data: {error}: user id {os.getuid()} is denied; {what} KEEL_UID")
         return
+    run_classes = list(classes or data.class_names)
     try:
-        labels_in_run(data, classes or data.class_names)
+        labels = labels_in_run(data, run_classes)
     except ValueError as error:
         yield problem(f"data: {source}: {error}: rename or remove it")
         return
-    counts = np.bincount(np.asarray(data.train.labels), minlength=data.num_classes)
-    per_class = ", ".join(f"{n} {c}" for n, c in zip(data.class_names, counts, strict=True) if c)
+    if not classes and (advice := how_to_name(data)):
+        yield skipped(f"data: whether the run has its labels: --classes names none{advice}")
+    counts = np.bincount(labels[data.train.labels], minlength=len(run_classes)).tolist()
+    meaning = labels_text(own_labels_in_run(data, run_classes), run_classes, counts)
     shape = " x ".join(map(str, data.image_shape))
-    yield fine(f"data: {num_of('training image', int(counts.sum()))} of {shape}: {per_class}")
+    yield fine(f"data: {num_of('training image', sum(counts))} of {shape}: {meaning}")
+    for note in data.notes:
+        yield fine(f"data: note: {note}")
 
 
 @check

@@ -130,7 +130,7 @@ def check_reading(cell: Cell, run: Run, config: RunConfig) -> None:
     method = method_of(config)
     evaluates = config.evaluated_clients != "none"
     has_curve = {
-        "global.accuracy": method.has_global_model and config.rounds.evaluate_global,
+        "global.accuracy": method.has_global_model and config.evaluates_global,
         "local_global.mean": method.has_global_model and evaluates,
         "personal.mean": method.is_personal and evaluates,
     }

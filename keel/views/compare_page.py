@@ -8,10 +8,17 @@ from dataclasses import dataclass
 import pandas as pd
 
 from keel.exports import csv_text, latex, latex_table
-from keel.runs import FINISHED, differing_keys, method_text, uses
+from keel.runs import (
+    DATA_DIGEST,
+    FINISHED,
+    SITE_COUNTS,
+    differing_keys,
+    method_text,
+    setting_of,
+)
 from keel.views.charts import Curve, Figure, curves
 from keel.views.run_page import headline
-from keel.views.store import NOT_A_SETTING, ShownRun, fields_of, part_of
+from keel.views.store import ShownRun, fields_of, part_of
 from protocol.options import typed
 from protocol.text import in_one_line
 from server_app.history import CURVES
@@ -104,8 +111,9 @@ def grouped(runs: Iterable[ShownRun], by_seed: bool = False) -> list[Group]:
         groups.setdefault(key, []).append(run)
     heads = [group[0] for group in groups.values()]
     chosen = {key for head in heads for key in head.overrides}
-    keys = differing_keys([head.config for head in heads], NOT_A_SETTING)
-    keys = sorted(keys, key=lambda key: (key != "method", key not in chosen, key))
+    keys = differing_keys([setting_of(head) for head in heads], frozenset())
+    first = ("method", DATA_DIGEST, SITE_COUNTS)
+    keys = sorted(keys, key=lambda key: (key not in first, key != "method", key not in chosen, key))
     labels = [label_of(head, keys) for head in heads]
     found = []
     for label, group in zip(labels, groups.values(), strict=True):
@@ -117,9 +125,10 @@ def grouped(runs: Iterable[ShownRun], by_seed: bool = False) -> list[Group]:
 
 def label_of(run: ShownRun, keys: Iterable[str]) -> str:
     """The values of the first of these keys that the run uses."""
+    setting = setting_of(run)
     parts = [
-        method_text(run.config) if key == "method" else f"{key} {typed(run.config[key])}"
-        for key in [key for key in keys if uses(run.config, key)][:MAX_LABEL_KEYS]
+        method_text(run.config) if key == "method" else f"{key} {typed(setting[key])}"
+        for key in [key for key in keys if key in setting][:MAX_LABEL_KEYS]
     ]
     return in_one_line(", ".join(parts) or method_text(run.config), 120)
 
@@ -221,11 +230,11 @@ def result_rows(groups: Iterable[Group], view: View) -> list[list[str]]:
 
 
 def config_rows(groups: Sequence[Group]) -> list[list[str]]:
-    """A row for each config key that differs between groups that use it, with their values."""
-    configs = [group.runs[0].config for group in groups]
+    """A row for each key of the setting that differs between groups that have it."""
+    settings = [setting_of(group.runs[0]) for group in groups]
     return [
-        [key, *(in_one_line(typed(c[key]), 80) if uses(c, key) else "" for c in configs)]
-        for key in differing_keys(configs, NOT_A_SETTING)
+        [key, *(in_one_line(typed(s[key]), 80) if key in s else "" for s in settings)]
+        for key in differing_keys(settings, frozenset())
     ]
 
 

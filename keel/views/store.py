@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from keel.runs import SavedRun, is_locked, method_text, split_text, uses
+from keel.runs import SavedRun, is_locked, method_text, setting_of, split_text
 from protocol.files import digest
 from protocol.text import in_one_line
 from server_app.history import curve
@@ -30,8 +30,6 @@ FILES = (CONFIG_FILE, MANIFEST_FILE, SUMMARY_FILE, HISTORY_FILE)  # of a row
 PAGE_FILES = (*FILES, CLIENTS_FILE, ROSTER_FILE, LOG_FILE)
 MAX_DEPTH = 5  # folders from a root to a run: table/runs/code/cell/attempt
 ANYTHING = (OSError, *DAMAGE)  # raised by the content of a run directory
-# keys in which repetitions of a setting differ
-NOT_A_SETTING = {"seed", "output-dir", "run-name", "data-dir", "resume", "tracker"}
 TRAFFIC = {
     "bytes_down": "to clients",
     "bytes_up": "from clients",
@@ -149,7 +147,6 @@ def fields_of(run: SavedRun) -> Row:
     """The part of a row that comes from the run's files."""
     config, summary = run.config, run.summary
     accuracies = [value for _, value in curve(run.history, *run.headline)]
-    setting = [(k, v) for k, v in config.items() if k not in NOT_A_SETTING and uses(config, k)]
     texts = {
         "method": method_text(config),
         "data": run.source,
@@ -163,5 +160,5 @@ def fields_of(run: SavedRun) -> Row:
         "done": run.last_round,
         "accuracy": accuracies[-1] if accuracies else None,
         "best": max(accuracies, default=None),
-        "setting": digest(repr(setting).encode(errors="replace")),
+        "setting": digest(repr(sorted(setting_of(run).items())).encode(errors="replace")),
     }

@@ -22,6 +22,7 @@ from models import StagedModel
 from protocol.arrays import Arrays
 from protocol.config import RunConfig, refuse_unknown
 from protocol.config_keys import DIAGNOSTICS, names_in
+from protocol.options import ConfigError
 from protocol.seeds import seed_of
 from server_app.diagnostics.measures import (
     between_class_trace,
@@ -61,6 +62,12 @@ def chosen_diagnostics(text: str) -> tuple[str, ...]:
 
 def probe_of(config: RunConfig, source: Source, device: torch.device, count: int) -> Samples:
     """`count` images of the source's test set (or all), drawn from the run's seed alone."""
+    if not len(source.test.labels):
+        raise ConfigError(
+            "diagnostics",
+            f"diagnostics = {config.rounds.diagnostics!r}: source = {source.name!r} has no test "
+            "images to measure with: it has to be empty",
+        )
     rng = np.random.default_rng(seed_of(config.rounds.seed, "diagnostics"))
     chosen = rng.permutation(len(source.test.labels))[:count]
     return Samples(

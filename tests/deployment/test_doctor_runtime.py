@@ -83,6 +83,11 @@ def test_data_in_order_missing_and_with_a_wrong_class(tmp_path, home):
     assert not is_problem
     assert "30 training images" in text
     assert "'2'" in problem(checks.check_data(own, ["0", "1"], {}))
+    names = ["anna", "bert", "carl"]
+    assert "classes=" in problem(checks.check_data(own, names, {}))
+    is_problem, text = result(checks.check_data(own, names, {}, "0=bert,1=anna,2=carl"))
+    assert not is_problem
+    assert "1 = anna (10), 0 = bert (10), 2 = carl (10)" in text
     nothing = f"folder:{tmp_path / 'nothing'}"
     assert str(tmp_path / "nothing") in problem(checks.check_data(nothing, [], {}))
     assert result(checks.check_data("", [], {}))[0] is False
@@ -92,12 +97,12 @@ def test_data_in_order_missing_and_with_a_wrong_class(tmp_path, home):
 def test_data_that_the_user_must_not_read(monkeypatch, is_wrapped):
     denied = PermissionError(13, "Permission denied", "/srv/train/cat")  # root may read everything
 
-    def open_source(*_):
+    def open_site(*_):
         if is_wrapped:
             raise ValueError(f"/srv/own.npz: {denied}") from denied
         raise denied
 
-    monkeypatch.setattr("client_app.setup.open_source", open_source)
+    monkeypatch.setattr("client_app.setup.open_site", open_site)
     text = problem(checks.check_data("folder:/srv", [], {}))
     assert f"user id {os.getuid()}" in text
     assert "/srv/" in text

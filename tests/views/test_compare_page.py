@@ -8,7 +8,9 @@ import os
 import statistics
 
 import pytest
+from data_fixtures import make_folder, random_images
 
+from client_app.setup import forget_sources
 from keel.exports import harmless, latex
 from keel.views.compare_page import (
     View,
@@ -178,3 +180,42 @@ def test_latex_is_escaped():
     # after the \\ of the row above, LaTeX reads [ and * as its arguments; > is another character
     assert latex("[ours]* > |x|") == "{[}ours]{*} $>$ $|$x$|$"
     assert latex("α ≥ 0.5, Δλ") == r"$\alpha$ $\geq$ 0.5, $\Delta$$\lambda$"  # pdflatex prints none
+
+
+def test_runs_on_other_data_are_no_seeds_of_one_setting(run, tmp_path, printed):
+    """Five test labels differ, under the same path; all else does but for the seed."""
+    images, spec = random_images(40, 30, 30), f"folder:{tmp_path / 'data'}"
+    make_folder(tmp_path / "data", images)
+    keys = {"source": spec, "partition": "iid", "num-rounds": 1, "data-fraction": 1.0}
+    keys |= {"output-dir": str(tmp_path / "runs"), "min-samples": 1}
+    for seed in (0, 1):
+        run(keys | {"seed": seed, "run-name": f"first-{seed}"}, 2)
+    for n in range(0, 10, 2):
+        place = tmp_path / "data/test"
+        (place / f"ant/{n}.png").rename(place / f"bee/{n}.png")
+    forget_sources()
+    run(keys | {"seed": 2, "run-name": "second"}, 2)
+    groups = grouped(runs_in(tmp_path / "runs"))
+    assert sorted(group.num_seeds for group in groups) == [1, 2]
+    digests = {group.label: group.runs[0].manifest["data"] for group in groups}
+    assert len(set(digests.values())) == 2
+    assert all(digest in label for label, digest in digests.items())
+    [(key, *values)] = config_rows(groups)
+    assert (key, set(values)) == ("data digest", set(digests.values()))
+    assert all(digest in as_csv(groups, View()) for digest in digests.values())
+    table = tmp_path / "table.csv"
+    names = [str(tmp_path / "runs" / name) for name in ("first-0", "second")]
+    printed("compare", *names, "--csv", str(table), "-o", str(tmp_path / "plot.png"))
+    with table.open() as file:
+        assert {row["data digest"] for row in csv.DictReader(file)} == set(digests.values())
+
+
+def test_sites_with_other_counts_are_another_setting(tmp_path):
+    for seed, counts in enumerate(("aaaa", "aaaa", "bbbb")):
+        directory = make_run(tmp_path / str(seed), {"method": "fedavg", "seed": seed}, 1)
+        about = {"simulated": False, "data": "dddd", "split": counts}
+        manifest = json.loads((directory / "manifest.json").read_text()) | about
+        (directory / "manifest.json").write_text(json.dumps(manifest))
+    groups = grouped(runs_in(tmp_path))
+    assert sorted(group.num_seeds for group in groups) == [1, 2]
+    assert [key for key, *_ in config_rows(groups)] == ["site counts digest"]

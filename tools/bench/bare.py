@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data.partitions import dirichlet_partition
-from data.sources import load_source
+from data.sources import Reading, load_source
 from protocol.config import keel_home
 
 num_clients, batch_size, mu, tau = 10, 64, 1.0, 0.5
@@ -50,7 +50,9 @@ class Data:
     """The images as normalised float tensors; `parts` are the indices of each client's."""
 
     def __init__(self, source_key: str, device: str = "cpu") -> None:
-        source = load_source(source_key, keel_home() / "data", keel_home() / "cache", 28, 1)
+        source = load_source(
+            source_key, keel_home() / "data", keel_home() / "cache", Reading(28, 1)
+        )
         labels = np.asarray(source.train.labels)
         self.parts = [torch.from_numpy(p) for p in dirichlet_partition(labels, num_clients, 0.5, 0)]
         self.mean, self.std = source.mean[0], source.std[0]

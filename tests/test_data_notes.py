@@ -1,0 +1,90 @@
+"""What is unusual about a data set, but allowed, is counted and named with an example."""
+
+import shutil
+
+import numpy as np
+from data_fixtures import make_folder, make_npz, random_images, save_image
+from PIL import Image
+
+
+def test_the_same_image_in_train_and_test_and_in_two_classes(load, tmp_path):
+    root = tmp_path / "mine"
+    for split, seed in (("train", 1), ("test", 2)):
+        for i, pixels in enumerate(random_images(6, 30, 30, seed=seed)):
+            save_image(root / split / ("ant", "bee")[i % 2] / f"{i}.png", pixels)
+    for name in ("1.png", "3.png"):
+        shutil.copy(root / "train/bee" / name, root / f"test/bee/copy-{name}")
+    Image.open(root / "train/bee/5.png").save(root / "train/ant/same.bmp")  # other bytes
+    both, several = load(f"folder:{root}").notes
+    assert "2 test images" in both
+    assert str(root / "test/bee/copy-1.png") in both
+    assert str(root / "train/bee/1.png") in both
+    assert "1 image " in several
+    assert str(root / "train/ant/same.bmp") in several
+    assert str(root / "train/bee/5.png") in several
+
+
+def test_images_of_an_npz_file_are_named_by_their_place(load, tmp_path):
+    x = random_images(6, 28, 30, 3, seed=5)
+    x[5] = x[0]
+    [note] = load(make_npz(tmp_path / "mine.npz", x_train=x)).notes
+    assert "x_train[0]" in note
+    assert "x_train[5]" in note
+
+
+def test_blank_images_are_counted_and_are_no_duplicates(load, tmp_path):
+    x = random_images(6, 28, 30, 3, seed=5)
+    x[1], x[2], x[3] = 255, 255, [10, 20, 30]
+    [note] = load(make_npz(tmp_path / "mine.npz", x_train=x)).notes
+    assert "3 of 9" in note
+    assert "x_train[1]" in note
+
+
+def test_names_that_differ_in_case_or_unicode_form_alone(load, tmp_path):
+    images = random_images(8, 30, 30)
+    names = (
+        "Cat",
+        "cat",
+        "caf\N{LATIN SMALL LETTER E WITH ACUTE}",
+        "cafe\N{COMBINING ACUTE ACCENT}",
+    )
+    notes = load(make_folder(tmp_path / "mine", images, names)).notes
+    alike = [note for note in notes if "Unicode" in note]
+    assert len(alike) == 2
+    assert any("'Cat'" in note and "'cat'" in note for note in alike)
+    assert any("'caf\\xe9'" in note and "'cafe\\u0301'" in note for note in alike)
+
+
+def test_folders_of_systems_are_ignored_and_subfolders_are_counted(load, tmp_path):
+    """Thumbnails and deleted files are no pictures; masks may be, so they are named."""
+    images = random_images(6, 30, 30)
+    spec = make_folder(root := tmp_path / "mine", images)
+    for system in (
+        "train/@eaDir", "train/__MACOSX/ant", "train/bee/@eaDir/1.png", "train/bee/.thumbnails",
+        "test/#recycle", "train/ant/$RECYCLE.BIN",
+    ):  # fmt: skip
+        save_image(root / system / "thumb.png", images[0])
+    (root / "train/ant/Thumbs.db").write_bytes(b"thumbnails")
+    for name in ("masks/1.png", "masks/deep/3.png", "old/5.png"):
+        save_image(root / "train/bee" / name, random_images(30, 30, seed=9 + len(name)))
+    source = load(spec)
+    assert source.class_names == ("ant", "bee")
+    assert np.bincount(source.train.labels).tolist() == [3, 6]
+    [counts] = [note for note in source.notes if "subfolders" in note]
+    assert str(root / "train/bee") in counts
+    assert "3 of 6" in counts
+    assert "masks (2), old (1)" in counts
+
+
+def test_files_that_are_not_read_are_counted(load, tmp_path):
+    spec = make_folder(root := tmp_path / "mine", random_images(2, 30, 30))
+    (root / "train/ant/notes.txt").write_text("no image")
+    save_image(root / "train/loose.png", random_images(30, 30, seed=5))
+    notes = [note for note in load(spec).notes if "not read" in note]
+    assert len(notes) == 2
+    assert "loose.png" in notes[0]
+    assert "notes.txt" in notes[1]
+
+
+def test_published_data_sets_have_no_notes(load, tmp_path):
+    assert load("digits").notes == ()
