@@ -1050,6 +1050,21 @@ FEDINTRS_CODE = {
     "FedCKA": {"fedcka.projection": "mlp-side", "fedcka.first-use": "initial"},
     "FedProx": {"fedprox.squared": False},
 }
+FEDRECOS_CODE = {
+    "fedreco.eta-u": 0.01,
+    "fedreco.eta-v": 0.01,
+    "momentum": 0.0,
+    "weight-decay": 0.0,
+    "batch-size": 48,
+    "clip-norm": 10.0,
+    "fedreco.clip-g": 10.0,
+    "fedreco.g-samples": "all",
+    "fedreco.final-head-epochs": 9,
+    "num-rounds": 501,
+    "pool-test": True,
+    "local-test-fraction": 0.3,
+}
+FEDRECOS_NETWORK = {"layer-widths": "4,12,1024,1024", "normalise": "half"}
 FEDRCLS_CODE = {"balanced-order": "sequential", "clip-norm": 10.0, "weighting": "uniform"}
 FEDCKAS_SCAFFOLD = {  # the paper's code is not public; this variant collapses as in its Table 2
     "scaffold.momentum-form": "niid-bench",
@@ -1067,6 +1082,11 @@ FEDCKAS_SCAFFOLD = {  # the paper's code is not public; this variant collapses a
         ("fedcka-table-2", "SCAFFOLD", "*", FEDCKAS_SCAFFOLD),
         ("fedrcl-table-1", "*", "*", FEDRCLS_CODE),
         ("fedrcl-table-1", "FedRCL", "*", {"fedrcl.mining": "hard"}),
+        ("fedrcl-table-c", "*", "*", {"variant": "fedrcl", "norm": "group"}),
+        ("fedintr-table-1", "FedIntR", "*", {"fedintr.decay-heads": True}),
+        *((f"fedreco-table-{n}", "FedReCo*", "*", FEDRECOS_CODE) for n in (1, 2, 3)),
+        ("fedreco-table-1", "*", "Fashion-MNIST", FEDRECOS_NETWORK),
+        ("fedreco-table-1", "*", "CIFAR-10", {"layer-widths": "64,64,1024,1024"}),
     ],
 )
 def test_rows_use_the_variants_of_the_papers_tables(name, row, column, form):
