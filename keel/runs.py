@@ -222,10 +222,11 @@ def runs_directory() -> Path:
 def all_runs(base: Path | None = None) -> list[SavedRun]:
     """The runs in a directory, the last changed first; also directories that cannot be looked into.
 
-    Their state says so.
+    Their state says so. Those of the output directory of `keel experiments` are in runs/CODE/.
     """
     base = base or runs_directory()
-    found = [SavedRun(path.parent) for path in base.glob(f"*/{CONFIG_FILE}")]
+    patterns = (f"*/{CONFIG_FILE}", f"runs/*/*/{CONFIG_FILE}")
+    found = [SavedRun(path.parent) for pattern in patterns for path in base.glob(pattern)]
     found += [SavedRun(path) for path in base.glob("*/") if not os.access(path, os.X_OK)]
     return sorted(found, key=lambda run: (run.last_change, run.name), reverse=True)
 

@@ -27,7 +27,6 @@ app = typer.Typer(
     add_completion=False,
 )
 
-HISTORIES = Path("docs/results/histories")
 Output = Annotated[
     Path | None,
     typer.Option(help="Directory of all runs and reports. Default: $KEEL_HOME/experiments."),
@@ -101,13 +100,6 @@ def run_command(
             help="HOST:PORT of a Ray cluster that this machine is part of. Default: $RAY_ADDRESS."
         ),
     ] = None,
-    pack: Annotated[
-        Path | None,
-        typer.Option(
-            file_okay=False,
-            help="At the end, archive ended runs into this directory, one zip per table.",
-        ),
-    ] = None,
     output: Output = None,
 ) -> None:
     """Run a recipe: a name from `keel experiments list`, or a YAML file.
@@ -115,7 +107,7 @@ def run_command(
     Finished runs are skipped, interrupted ones resumed.
     """
     with uninterrupted():
-        from keel.experiments.plan import first_seeds, seeds_for, selected
+        from keel.experiments.jobs import first_seeds, seeds_for, selected
         from keel.experiments.recipe import load_recipe
         from keel.experiments.runs import Options
 
@@ -153,7 +145,6 @@ def run_command(
         failed = run_recipe(loaded, cells, options, folder, resources, console)
     except KeyboardInterrupt:
         console.print("interrupted; repeat the command to resume from the last finished rounds")
-        archive_into(pack, folder)
         raise typer.Exit(130) from None
     if failed:
         console.print(
@@ -163,65 +154,15 @@ def run_command(
         console.print("nothing to train: the report plots the splits")
     report = shlex.join(["keel", "experiments", "report", "--output", str(folder)])
     console.print(f"results: {folder}; {report}", markup=False)
-    archive_into(pack, folder)
     raise typer.Exit(1 if failed else 0)
 
 
 @app.command("report")
 def report_command(output: Output = None) -> None:
     """Write report.html and report.md for all runs in the output directory."""
-    from keel.experiments.rendering import write_report
+    from keel.experiments.report import write_report
 
     for path in write_report(output_folder(output)):
-        print(path)
-
-
-@app.command("archive")
-def archive_command(
-    folder: Annotated[Path, typer.Argument()] = HISTORIES, output: Output = None
-) -> None:
-    """Archive the configs and histories of finished runs, in one small zip per table."""
-    if not archive_into(folder, output_folder(output)):
-        raise ValueError(
-            f"--output {output_folder(output)}: no run of a recipe has ended there yet"
-        )
-
-
-def archive_into(folder: Path | None, output: Path) -> list[Path]:
-    """Archive the finished runs of an output directory into `folder`; nothing for None."""
-    from keel.experiments.archive import pack
-
-    written = pack(output, folder) if folder else []
-    for path in written:
-        print(path)
-    return written
-
-
-@app.command("restore")
-def restore_command(
-    archive: Annotated[Path, typer.Argument(help="A zip of `keel experiments archive`.")],
-    source: Annotated[
-        str, typer.Option(help="Where the runs' data is: folder:PATH or npz:PATH.")
-    ] = "",
-    output: Output = None,
-) -> None:
-    """Put archived runs into an output directory, so that `run` can add seeds, rows or columns."""
-    from keel.experiments.archive import restore
-
-    for path in restore(archive, output_folder(output), source):
-        print(path)
-
-
-@app.command("summary")
-def summary_command(
-    histories: Annotated[Path, typer.Option(help="The archive's folder.")] = HISTORIES,
-    page: Annotated[Path, typer.Option(help="The page to write.")] = Path("docs/results/papers.md"),
-    readme: Annotated[Path, typer.Option(help="The file with the table.")] = Path("README.md"),
-) -> None:
-    """Write the page of the papers' headline claims, and the README's table, from the archive."""
-    from keel.experiments.summary import write_summary
-
-    for path in write_summary(histories, page, readme):
         print(path)
 
 
@@ -244,15 +185,25 @@ def verify_command(
 
 @app.command("list")
 def list_command(scale: Scale = "paper", output: Output = None) -> None:
-    """List the recipes, which runs are finished on this machine, and how long the others take.
-
-    The time is for one run at a time. It is extrapolated from finished runs in the output directory
-    with the same data and model, so it is unknown before the first.
-    """
-    from keel.experiments.overview import overview
+    """List the recipes, and how many of their runs are finished on this machine."""
+    from keel.experiments.jobs import planned_runs
+    from keel.experiments.recipe import load_recipe, shipped_recipes
     from keel.tables import show
 
     refuse_unknown("--scale", scale, list(SCALES))
-    names = ("recipe", "paper", "title", "size", "finished", "time left")
-    rows = [dict(zip(names, line, strict=True)) for line in overview(scale, output_folder(output))]
+    rows = []
+    for name in shipped_recipes():
+        recipe = load_recipe(name)
+        runs = planned_runs(recipe, scale, output_folder(output))
+        rows.append(
+            {
+                "recipe": name,
+                "paper": f"{recipe.paper} {recipe.item}",
+                "title": recipe.title,
+                "size": f"{len(recipe.rows)} x {len(recipe.columns)}",
+                "finished": f"{sum(r.is_done for r in runs)} of {len(runs)}"
+                if runs
+                else "none needed",
+            }
+        )
     show(rows, False, f"Recipes at scale {scale}")

@@ -1,25 +1,28 @@
 """The figures of a report: accuracy curves, measures of representations, label distributions."""
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from data.plots import plot_label_distribution
 from keel.experiments.measure import moving_average
-from keel.experiments.plan import Result, last_round_read, reads_elsewhere
 from keel.experiments.recipe import Cell, Recipe
 from keel.experiments.recipe_file import Entry
-from keel.experiments.runs import Options, Run, history_in, run_of
+from keel.experiments.results import Result, Results
+from keel.experiments.runs import (
+    Options,
+    Run,
+    history_in,
+    last_round_read,
+    reads_elsewhere,
+    run_of,
+)
 from keel.views.charts import PALETTE, Curve, Figure, curves
-from protocol.config import resolve_config
 
 MAX_POINTS = 240  # of a curve: a report may have hundreds
 GLOBAL_MODEL = 3 * len(PALETTE)  # added to a place: the same colour, another dash
-Results = Mapping[tuple[str, str], Result]
-Finished = tuple[Run, Path]  # with the run directory that counts
 Picture = tuple[str, Path]  # of the report: title, image file
 Chart = tuple[str, Figure]  # likewise, a Plotly figure
 
@@ -30,36 +33,30 @@ def run_charts(recipe: Recipe, results: Results) -> Iterator[Chart]:
     Columns that read the same curves of the same runs share their charts.
     """
     measured: set[frozenset[Path]] = set()  # the runs whose measures were drawn
+    places = {row.name: place for place, row in enumerate(recipe.rows)}  # of their colours
     for columns in columns_by_runs(recipe, results, curve_read):
-        found = [
-            results[c.row.name, c.column.name]
-            for c in recipe.cells
-            if c.column.name == columns[0].name
-        ]
-        found = [result for result in found if result.finished and not result.mixes]
-        counted = {result.cell.row.name: result.counted_runs for result in found}
+        found = [r for (_, name), r in results.items() if name == columns[0].name]
+        found = [result for result in found if result.finished and not result.incomparable]
         parts = [set(column.parts) for column in columns]
         title = ", ".join(p for p in columns[0].parts if all(p in other for other in parts))
         title = title or " and ".join(column.name for column in columns)
-        decays = {c.take.number for c in (r.cell for r in found) if c.take.how == "ema"}
+        decays = {r.cell.take.number for r in found if r.cell.take.how == "ema"}
         average = "".join(f", moving average {decay:g}" for decay in sorted(decays))
-        places = {row.name: place for place, row in enumerate(recipe.rows)}  # of their colours
         lines = [
             report_curve(
                 result,
-                [results.get((result.cell.row.name, c.name)) for c in columns],
+                [results.get((result.cell.row.name, column.name)) for column in columns],
                 places[result.cell.row.name],
             )
             for result in found
         ]
         figure = curves(lines, "round", "accuracy (%)", max_points=MAX_POINTS)
         yield f"{title}: accuracy over rounds{average}", figure
-        runs = frozenset(path for each in counted.values() for _, path in each)
-        if runs in measured:
-            continue
-        measured.add(runs)
-        for measure, figure in measure_figures(counted, places):
-            yield f"{title}: {measure}, mean over clients and of the global model", figure
+        runs = frozenset(run.directory for result in found for run in result.counted_runs)
+        if runs not in measured:
+            measured.add(runs)
+            for measure, figure in measure_figures(found, places):
+                yield f"{title}: {measure}, mean over clients and of the global model", figure
 
 
 def columns_by_runs(
@@ -69,7 +66,7 @@ def columns_by_runs(
     groups: dict[tuple[object, ...], list[Entry]] = {}
     for column in recipe.columns:
         found = [r for (_, name), r in results.items() if name == column.name]
-        names = tuple((run.name, key(r.cell)) for r in found for run, _ in r.finished)
+        names = tuple((run.name, key(r.cell)) for r in found for run in r.finished)
         if names:
             groups.setdefault(names, []).append(column)
     return list(groups.values())
@@ -88,52 +85,29 @@ def report_curve(result: Result, same_runs: Sequence[Result | None], place: int)
     for each in same_runs:
         if not each or not each.finished:
             continue
-        cell, run = each.cell, each.finished[0][0]
+        cell, run = each.cell, each.finished[0]
         is_on_curve = cell.of == result.cell.of and not cell.take.is_time
         if is_on_curve and cell.paper is not None and not reads_elsewhere(cell, run):
             papers[last_round_read(cell, run), cell.paper] = None
-    curve = Curve(
+    return Curve(
         result.cell.row.name,
         [n for n, _, _ in points],
         [mean for _, mean, _ in points],
+        spread=[deviation for _, _, deviation in points] if num > 1 else None,
+        note=[f"± {deviation:.2f} ({num} seeds)" for *_, deviation in points] if num > 1 else None,
         references=list(papers),
         place=place,
     )
-    if num < 2:
-        return curve
-    deviations = [deviation for _, _, deviation in points]
-    notes = [f"± {deviation:.2f} ({num} seeds)" for deviation in deviations]
-    return replace(curve, spread=deviations, note=notes)
 
 
-def run_pictures(recipe: Recipe, results: Results, output: Path, stem: str) -> Iterator[Picture]:
-    """The split of each column, and the pictures of its runs' diagnostics.
-
-    Files are copied to `figures/` of the output folder; their names begin with `stem`.
-    """
-    for columns in columns_by_runs(recipe, results):
-        is_first = True
-        for cell in (c for c in recipe.cells if c.column.name == columns[0].name):
-            for run, directory in results[cell.row.name, cell.column.name].finished[:1]:
-                found = sorted(directory.glob("diagnostics/*.png"))
-                if is_first:
-                    found = [*directory.glob("labels.png"), *found]  # rows share their split
-                is_first = False
-                for path in found:
-                    copy = output / "figures" / f"{stem}-{run.name}-{path.name}"
-                    copy.write_bytes(path.read_bytes())
-                    what = "samples of each class by client" if path.stem == "labels" else path.stem
-                    yield f"{cell.row.name}, {cell.column.name}: {what}", copy
-
-
-def curve_of(cell: Cell, runs: Sequence[Finished]) -> list[tuple[int, float, float]]:
+def curve_of(cell: Cell, runs: Sequence[Run]) -> list[tuple[int, float, float]]:
     """(round, mean, standard deviation) in percent over runs, at rounds that all evaluated.
 
     Of the moving average if the cell's number is read from it.
     """
     found = []
-    for run, directory in runs:
-        points = history_in(directory).points(cell.of)
+    for run in runs:
+        points = history_in(run.directory).points(cell.of)
         if cell.take.how == "ema":
             found.append(dict(moving_average(points, cell.take.number, run.shrink)))
         else:
@@ -147,12 +121,14 @@ def curve_of(cell: Cell, runs: Sequence[Finished]) -> list[tuple[int, float, flo
 
 
 def measure_figures(
-    runs: Mapping[str, Sequence[Finished]], places: Mapping[str, int]
+    results: Sequence[Result], places: dict[str, int]
 ) -> Iterator[tuple[str, Figure]]:
     """(measure, chart) of each measure of representations that was taken."""
     measured = {
-        name: [each for _, directory in found for each in history_in(directory).diagnostics]
-        for name, found in runs.items()
+        result.cell.row.name: [
+            each for run in result.counted_runs for each in history_in(run.directory).diagnostics
+        ]
+        for result in results
     }
     everything = [numbers for points in measured.values() for _, numbers in points]
     for measure in dict.fromkeys(name for numbers in everything for name in numbers):
@@ -170,20 +146,40 @@ def measure_figures(
         yield measure, curves(lines, "round", measure, max_points=MAX_POINTS)
 
 
+def run_pictures(recipe: Recipe, results: Results, output: Path, stem: str) -> Iterator[Picture]:
+    """The label distribution of each column, and the pictures of its runs' diagnostics.
+
+    Files are copied to `figures/` of the output folder; their names begin with `stem`.
+    """
+    for columns in columns_by_runs(recipe, results):
+        is_first = True
+        for row in recipe.rows:
+            result = results.get((row.name, columns[0].name))
+            for run in result.finished[:1] if result else ():
+                found = sorted(run.directory.glob("diagnostics/*.png"))
+                if is_first:
+                    found = [*run.directory.glob("labels.png"), *found]  # rows share their split
+                is_first = False
+                for path in found:
+                    copy = output / "figures" / f"{stem}-{run.name}-{path.name}"
+                    copy.write_bytes(path.read_bytes())
+                    what = "samples of each class by client" if path.stem == "labels" else path.stem
+                    yield f"{row.name}, {columns[0].name}: {what}", copy
+
+
 def label_pictures(recipe: Recipe, options: Options, output: Path, stem: str) -> Iterator[Picture]:
     """The label distribution over clients of each cell, from the split; nothing is trained."""
     from client_app.setup import client_indices, open_source  # torch takes half of the memory
 
     for number, cell in enumerate(recipe.cells):
-        run = run_of(cell, {}, options.seeds[0], options, output)
-        config = resolve_config(run.keys)
-        source = open_source(config)
+        config = run_of(cell, {}, options.seeds[0], options, output).config
+        source, num_clients = open_source(config), config.rounds.num_clients
         counts = [
             np.bincount(
-                source.train.labels[client_indices(config, i, run.clients)[0]],
+                source.train.labels[client_indices(config, client, num_clients)[0]],
                 minlength=source.num_classes,
             ).tolist()
-            for i in range(run.clients)
+            for client in range(num_clients)
         ]
         path = output / "figures" / f"{stem}-{number}.png"
         plot_label_distribution(counts, source.class_names, path)

@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -15,6 +14,7 @@ TAKES = (
     "final, best, 'median N' or 'mean N' of N whole rounds, 'ema DECAY', 'seconds to PERCENT' or "
     "'seconds a round'"
 )
+Points = list[tuple[int, float]]  # (round, accuracy in [0, 1] or in percent)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def parse_take(text: object) -> Take:
         value = float(number)
     except ValueError:
         value = 0.0
-    is_whole = value.is_integer() or how not in ("mean", "median")  # of 1.5 rounds, two were read
+    is_whole = value.is_integer() or how not in ("mean", "median")
     if how in upper_limits and 0 < value < upper_limits[how] and is_whole:
         return Take(how, value)
     raise ValueError(f"expected {TAKES}")
@@ -73,12 +73,12 @@ def is_divergence(reason: str) -> bool:
 
 
 class History:
-    """What tables and curves read of a run's lines, as arrays: 50 bytes a round, not 3 kB.
+    """What tables and curves read of a run's lines.
 
-    clients: the lines of clients.jsonl. rounds: of the lines. wall_s: their durations. clocks:
-    those of CLOCKS that every line has. diagnostics: (round, measures) where they were taken.
-    num_left_out: updates that were not aggregated; rounds_not_finite: rounds with one whose values
-    were not finite, or too large.
+    clients: the lines of clients.jsonl. rounds: of the lines. wall_s: their durations.
+    clocks: those of CLOCKS that every line has. diagnostics: (round, measures) where taken.
+    num_left_out: updates that were not aggregated; rounds_not_finite: how many rounds had one whose
+    values were not finite, or too large.
     num_not_evaluated, rounds_partial: likewise of clients that could not be evaluated; in these
     rounds the curves of the clients have no point, which would be of the others alone.
     rounds_diverged: in which the global model's loss was not finite; its curve has no point there.
@@ -92,14 +92,12 @@ class History:
             for key, found in (("left_out", not_finite), ("evaluation_left_out", partial)):
                 if any(map(is_divergence, line.get(key, {}).values())):
                     found.add(line["round"])
-        self.rounds, self.wall_s = array("l"), array("d")
-        self.clocks = {name: array("d") for name in CLOCKS}
+        self.rounds, self.wall_s = list[int](), list[float]()
+        self.clocks = {name: list[float]() for name in CLOCKS}
         self.diagnostics: list[tuple[int, Mapping[str, Any]]] = []
         self.rounds_not_finite, self.rounds_partial = len(not_finite), len(partial)
         self.num_left_out = self.num_not_evaluated = self.rounds_diverged = 0
-        self._points: dict[str, tuple[array[int], array[float]]] = {
-            curve: (array("l"), array("d")) for curve in CURVES
-        }
+        self._points: dict[str, Points] = {curve: [] for curve in CURVES}
         for line in lines:
             number = line["round"]
             self.rounds.append(number)
@@ -111,19 +109,18 @@ class History:
             for name in CLOCKS:
                 if name in line:
                     self.clocks[name].append(line[name])
-            for curve, (rounds, values) in self._points.items():
+            for curve, points in self._points.items():
                 key, _, name = curve.partition(".")
                 is_omitted = has_diverged if key == "global" else number in partial
                 if not is_omitted and key in line and line[key][name] is not None:
-                    rounds.append(number)
-                    values.append(line[key][name])
+                    points.append((number, line[key][name]))
             if "diagnostics" in line:
                 self.diagnostics.append((number, line["diagnostics"]))
         self.clocks = {k: v for k, v in self.clocks.items() if len(v) == len(self.rounds)}
 
-    def points(self, curve: str) -> list[tuple[int, float]]:
+    def points(self, curve: str) -> Points:
         """(round, accuracy in [0, 1]) for each round in which `curve` was evaluated."""
-        return list(zip(*self._points[curve], strict=True))
+        return self._points[curve]
 
 
 def measure(
@@ -167,15 +164,13 @@ def measure(
     raise AssertionError(take)
 
 
-def moving_average(
-    points: Sequence[tuple[int, float]], decay: float, shrink: float
-) -> list[tuple[int, float]]:
+def moving_average(points: Sequence[tuple[int, float]], decay: float, shrink: float) -> Points:
     """(round, exponential moving average in percent), starting at the first point.
 
     decay: per round of the paper. Between two evaluations it applies once for each of the paper's
     rounds they span: the run's rounds between them / `shrink`.
     """
-    averages: list[tuple[int, float]] = []
+    averages: Points = []
     for number, value in points:
         average = 100 * value
         if averages:

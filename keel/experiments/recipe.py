@@ -1,9 +1,9 @@
 """A recipe: one table or figure, expanded from its YAML file into the cells of a table.
 
     title, paper, item   what it is; `notes` are shown below the table, `remark` beside
-                         the summary's verdicts
-    shows                table, curves (drawn above the numbers) or labels (how a split distributes
-                         classes over clients: nothing is run)
+                         the verdicts
+    shows                table, curves (drawn above the numbers) or labels (how a partition
+                         distributes classes over clients: nothing is run)
     config               config keys of every run
     seeds                a number, or a list of seeds
     of                   global.accuracy (the default; the test set), local_global.mean or
@@ -16,7 +16,8 @@
     claims               "FedIntR above FedAvg in CIFAR-10" (or below, or "within 1 of", which is
                          points or seconds), judged in the report; with " from round 40" if the
                          paper makes it before the round that it reads
-    headlines            the claims, without their rounds, that `keel experiments summary` shows
+    headlines            the claims, without their rounds, that the report and the page of the
+                         papers' claims show first
 
 A row or column may also hold `of`, `take`, `at`; `tune` (config key to the list of values to try),
 `tuned` (the paper's best of them: one, or one a column) and, in rows, `paper`: the paper's numbers,
@@ -25,28 +26,17 @@ one a column, null for none.
 
 import itertools
 import json
-import logging
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from keel.experiments.measure import Take
-from keel.experiments.recipe_file import (
-    Entry,
-    LineError,
-    Lines,
-    RecipeFile,
-    read_recipe_file,
-)
-from keel.experiments.scale import Keys
+from keel.experiments.recipe_file import Entry, LineError, Lines, RecipeFile, read_recipe_file
 from protocol.config import refuse_unknown
 from protocol.files import digest
 from protocol.options import OptionValue, did_you_mean
 
-log = logging.getLogger("keel.experiments")
-MAX_COMBINATIONS = 100_000  # of values in rows, columns or under tune; more would hang
 RECIPES = Path(__file__).parent / "recipes"
 CLAIM = (
     r"(?P<left>NAME) (?P<sign>above|below|within (?P<margin>\d+(\.\d+)?) of) (?P<right>NAME)"
@@ -54,6 +44,7 @@ CLAIM = (
     r"( from round (?P<from_round>[1-9]\d*))?"
 )
 EVERYWHERE = {"every column": "columns", "every row": "rows"}
+Keys = Mapping[str, OptionValue]
 
 
 @dataclass(frozen=True)
@@ -61,9 +52,8 @@ class Claim:
     """`left` above (or below) `right`: two rows in a column, or two columns in a row.
 
     margin: if not 0, the claim is that they differ by less than it, and `is_above` is ignored.
+    from_round: first round for which the paper makes the claim; 0: the round it reports.
     line: of the file.
-    from_round: the paper's round from which it makes the claim, at the latest the one at which it
-    reads the numbers; 0: that one.
     """
 
     text: str
@@ -81,6 +71,8 @@ class Claim:
 class Cell:
     """One number of the table: the config of its runs and how the number is read.
 
+    candidates: the values to try of what is tuned; one, empty, if nothing is. paper_candidate: the
+    paper's best of them.
     read_at: each round before the last at which a cell of the recipe is read. All runs evaluate
     these rounds, so that cells can share runs.
     is_timed: a cell of the recipe is read in seconds. only_last: all cells read the last accuracy,
@@ -89,9 +81,9 @@ class Cell:
 
     row: Entry
     column: Entry
-    keys: Mapping[str, OptionValue]
-    candidates: Sequence[Mapping[str, OptionValue]]
-    paper_candidate: Mapping[str, OptionValue] | None
+    keys: Keys
+    candidates: Sequence[Keys]
+    paper_candidate: Keys | None
     of: str
     take: Take
     at: int
@@ -100,13 +92,10 @@ class Cell:
     is_timed: bool
     only_last: bool
 
-
-def with_integers(keys: Keys) -> dict[str, OptionValue]:
-    """The keys, with whole floats as integers, so that 10 and 10.0 are one value, as for runs."""
-    return {
-        key: int(value) if isinstance(value, float) and value.is_integer() else value
-        for key, value in keys.items()
-    }
+    @property
+    def name(self) -> tuple[str, str]:
+        """(row, column)."""
+        return self.row.name, self.column.name
 
 
 @dataclass(frozen=True)
@@ -140,12 +129,12 @@ class Recipe:
         for cell in self.cells:
             keys = [cell.keys, *cell.candidates, cell.paper_candidate or {}]
             read = [cell.of, cell.take.how, cell.take.number, cell.at]
-            hashed.append([cell.row.name, cell.column.name, *map(with_integers, keys), *read])
+            hashed.append([*cell.name, *map(_with_integers, keys), *read])
         return digest(json.dumps(hashed, sort_keys=True).encode())
 
     def cell(self, row: str, column: str) -> Cell:
         """The cell of this row and column."""
-        return next(c for c in self.cells if c.row.name == row and c.column.name == column)
+        return next(cell for cell in self.cells if cell.name == (row, column))
 
     def sides_of(self, claim: Claim) -> list[tuple[str, str]]:
         """(row, column) of the claim's left and right side."""
@@ -161,6 +150,26 @@ class Recipe:
         found = [str(entry.line) for entry in (cell.row, cell.column) if entry.line]
         return f"lines {' and '.join(found)}" if len(found) > 1 else f"line {found[0]}"
 
+    def narrowed(self, names: Sequence[Sequence[str]]) -> "Recipe":
+        """The recipe with only these cells, given as (row, column), and claims on them."""
+        wanted = {(row, column) for row, column in names}
+        rows, columns = ({pair[axis] for pair in wanted} for axis in (0, 1))
+        return replace(
+            self,
+            rows=[row for row in self.rows if row.name in rows],
+            columns=[column for column in self.columns if column.name in columns],
+            cells=[cell for cell in self.cells if cell.name in wanted],
+            claims=[claim for claim in self.claims if wanted.issuperset(self.sides_of(claim))],
+        )
+
+
+def _with_integers(keys: Keys) -> dict[str, OptionValue]:
+    """The keys, with whole floats as integers, so that 10 and 10.0 are one value, as for runs."""
+    return {
+        key: int(value) if isinstance(value, float) and value.is_integer() else value
+        for key, value in keys.items()
+    }
+
 
 def shipped_recipes() -> dict[str, Path]:
     """The recipes that come with Keel, by name."""
@@ -175,16 +184,13 @@ def load_recipe(name: str) -> Recipe:
         if name and path.exists():
             raise ValueError(f"recipe {path}: expected a file whose name ends in .yaml or .yml")
         refuse_unknown("recipe", name, list(shipped))
-    if path.exists() and not (path.is_file() or path.is_dir()):  # it may never end
-        raise ValueError(f"recipe {path}: it is not a plain file")
     try:
         text = path.read_text("utf-8")
     except OSError as error:
         raise ValueError(f"recipe {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        byte = f"the byte {error.object[error.start]:#x}"
-        raise ValueError(f"{path}, line {line}: not UTF-8: {byte}: save it as UTF-8") from error
+        raise ValueError(f"{path}, line {line}: not UTF-8: save it as UTF-8") from error
     return parse_recipe(text, path)
 
 
@@ -192,10 +198,9 @@ def parse_recipe(text: str, path: Path) -> Recipe:
     """The recipe in `text`. ValueError, one line: file, line, key, value, what is allowed."""
     try:
         file, top = read_recipe_file(text)
-        recipe = _recipe(file, top, text, path)
+        return _recipe(file, top, text, path)
     except LineError as error:
         raise ValueError(f"{path}, {error}") from error
-    return recipe
 
 
 def _recipe(file: RecipeFile, top: Lines, text: str, path: Path) -> Recipe:
@@ -203,24 +208,7 @@ def _recipe(file: RecipeFile, top: Lines, text: str, path: Path) -> Recipe:
     rows = _product([*_axes(file.rows, top, "rows"), *_grid_axes(file, top)])
     if not rows:
         raise LineError(1, "there is nothing to run: expected rows or grid")
-    for column in columns:
-        if column.paper:
-            raise LineError(column.lines["paper"], f"paper of {column.name}: expected in rows only")
-    for row in rows:
-        if row.paper and len(row.paper) != len(columns):
-            found = f"{len(row.paper)} numbers for {len(columns)} columns"
-            raise LineError(
-                row.line, f"paper of {row.name} has {found}: expected one a column, null for none"
-            )
-        if len(row.tuned) not in (0, 1, len(columns)):
-            raise LineError(row.line, f"tuned of {row.name}: expected one value, or one a column")
-    check_number(len(rows) * len(columns), rows[0].line)
-    for kind, entries in (("row", rows), ("column", columns)):
-        names = set()
-        for entry in entries:
-            if entry.name in names:
-                raise LineError(entry.line, f"two {kind}s are called {entry.name!r}: rename one")
-            names.add(entry.name)
+    _check_entries(rows, columns)
     recipe = Recipe(
         path=path,
         text=text,
@@ -245,20 +233,38 @@ def _recipe(file: RecipeFile, top: Lines, text: str, path: Path) -> Recipe:
     return recipe
 
 
+def _check_entries(rows: Sequence[Entry], columns: Sequence[Entry]) -> None:
+    """LineError for two of one name, and for numbers that do not fit the columns."""
+    for kind, entries in (("row", rows), ("column", columns)):
+        names = set()
+        for entry in entries:
+            if entry.name in names:
+                raise LineError(entry.line, f"two {kind}s are called {entry.name!r}: rename one")
+            names.add(entry.name)
+    for column in columns:
+        if column.paper:
+            raise LineError(column.lines["paper"], f"paper of {column.name}: expected in rows only")
+    for row in rows:
+        if row.paper and len(row.paper) != len(columns):
+            found = f"{len(row.paper)} numbers for {len(columns)} columns"
+            raise LineError(
+                row.line, f"paper of {row.name} has {found}: expected one a column, null for none"
+            )
+        if len(row.tuned) not in (0, 1, len(columns)):
+            raise LineError(row.line, f"tuned of {row.name}: expected one value, or one a column")
+
+
 def _axes(files: Sequence[Mapping[str, Entry]], top: Lines, kind: str) -> Iterator[list[Entry]]:
     """The entries of each axis of `columns` or `rows`."""
     raw = top.get(kind)
     for axis, lines in zip(files, raw if isinstance(raw, list) else [raw], strict=False):
         if not axis:
             raise LineError(top.lines[kind], f"{kind}: expected a mapping of names, or several")
-        yield [
-            _entry(name, file, lines.lines[key], lines[key])
-            for (name, file), key in zip(axis.items(), lines, strict=True)
-        ]
+        yield [_entry(name, file, lines.lines[name], lines[name]) for name, file in axis.items()]
 
 
 def _entry(name: str, entry: Entry, line: int, body: Lines | None) -> Entry:
-    lines = {} if body is None else body.lines
+    lines = {} if body is None else dict(body.lines)
     if body is not None and entry.tune:
         lines |= body["tune"].lines
     for key, values in entry.tune.items():
@@ -272,15 +278,12 @@ def _entry(name: str, entry: Entry, line: int, body: Lines | None) -> Entry:
 
 
 def _grid_axes(file: RecipeFile, top: Lines) -> Iterator[list[Entry]]:
-    """One axis for each key of `grid`, called as in the file."""
-    for (key, values), name in zip(file.grid.items(), top.get("grid") or (), strict=True):
-        line = top["grid"].lines[name]
+    """One axis for each key of `grid`."""
+    for key, values in file.grid.items():
+        line = top["grid"].lines[key]
         yield [
             Entry.model_construct(
-                parts=(f"{name} = {value}",),
-                line=line,
-                keys={key: value},
-                lines={key: line},
+                parts=(f"{key} = {value}",), line=line, keys={key: value}, lines={key: line}
             )
             for value in values
         ]
@@ -288,20 +291,10 @@ def _grid_axes(file: RecipeFile, top: Lines) -> Iterator[list[Entry]]:
 
 def _product(axes: Iterator[list[Entry]] | Sequence[list[Entry]]) -> list[Entry]:
     """Each combination of one entry of each axis."""
-    axes = list(axes)
-    check_number(math.prod(map(len, axes)), axes[-1][0].line if axes else 1)
-    combined = axes[0] if axes else []
-    for axis in axes[1:]:
-        combined = [_merged(a, b) for a in combined for b in axis]
-    return combined
-
-
-def check_number(number: int, line: int) -> None:
-    """LineError if there are more than MAX_COMBINATIONS combinations of values."""
-    if number > MAX_COMBINATIONS:
-        raise LineError(
-            line, f"{number:,} combinations of values: expected at most {MAX_COMBINATIONS:,}"
-        )
+    first, *others = list(axes) or [[]]
+    for axis in others:
+        first = [_merged(a, b) for a in first for b in axis]
+    return first
 
 
 def _merged(a: Entry, b: Entry) -> Entry:
@@ -325,7 +318,6 @@ def _cells(file: RecipeFile, rows: Sequence[Entry], columns: Sequence[Entry]) ->
     only_last = file.shows == "table" and not read_at and not any(t.reads_earlier for t in takes)
     for row, (number, column) in itertools.product(rows, enumerate(columns)):
         both = _merged(column, row)
-        check_number(math.prod(map(len, both.tune.values())), row.line or column.line)
         values = itertools.product(*both.tune.values())
         candidates = [dict(zip(both.tune, each, strict=True)) for each in values]
         best = row.tuned[number % len(row.tuned)] if row.tuned else None

@@ -3,11 +3,8 @@
 Example: `docs/sweep.yaml`. `keel.experiments.recipe` expands the file into the cells of a table.
 """
 
-import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -18,16 +15,18 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import ErrorDetails
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from keel.experiments.measure import Curve, Take, parse_take
-from protocol.config import default_config, refuse_unknown
+from protocol.config import default_config
 from protocol.options import OptionValue, did_you_mean
 
 RUNNER_KEYS = {"seed", "resume", "output-dir", "run-name"}
 ENTRY_KEYS = ("of", "take", "at", "tune", "tuned", "paper")
 MAX_SHOWN = 80  # characters of a refused value
 MAX_SEEDS = 10_000
-MAX_VALUES = 1_000_000  # of a file, each as often as YAML's aliases repeat it
 
 
 class LineError(ValueError):
@@ -35,93 +34,70 @@ class LineError(ValueError):
 
     def __init__(self, line: int, message: str) -> None:
         super().__init__(f"line {line}: {message}")
+        self.line = line
 
 
 class Lines(dict[str, Any]):
-    """A YAML mapping with the line number of each key."""
+    """A YAML mapping with the line number of each key. Keys are text, as written."""
 
-    lines: Mapping[str, int]
-
-
-# libyaml's parser reads a recipe ten times as fast; PyYAML is built without it on some machines
-_SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    lines: dict[str, int]
 
 
-class _Loader(_SafeLoader):  # type: ignore[misc, valid-type]
-    """Keeps line numbers; refuses a duplicate key, where YAML would let the last one win."""
+def read_yaml(text: str) -> Lines:
+    """The mapping in a YAML 1.2 file. LineError for what is not YAML, or not a mapping."""
+    yaml = YAML(typ="safe", pure=True)
+    try:
+        top = yaml.compose(text)
+    except MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise LineError(line, f"not YAML: {error.problem}") from error
+    except YAMLError as error:  # a character that is not allowed
+        line = text.count("\n", 0, getattr(error, "position", 0)) + 1
+        raise LineError(line, f"not YAML: {str(error).splitlines()[0]}") from error
 
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """As YAML's. LineError for a value that is not of its type, such as 2020-13-45."""
+    def value_of(node: Node) -> Any:
+        if isinstance(node, MappingNode):
+            return mapping_of(node)
+        if isinstance(node, SequenceNode):
+            return [value_of(each) for each in node.value]
         try:
-            return super().construct_object(node, deep)
-        except LineError:
-            raise
-        except ValueError as error:
-            raise LineError(node.start_mark.line + 1, f"not YAML: {error}") from error
-        except (AttributeError, IndexError, KeyError) as error:  # PyYAML's, as for `!!bool maybe`
-            kind = node.tag.rpartition(":")[2]
-            message = f"not YAML: {node.value!r} is not a valid !!{kind}"
-            raise LineError(node.start_mark.line + 1, message) from error
+            return yaml.constructor.construct_object(node)
+        except (ValueError, LookupError) as error:  # such as the date 2020-13-45
+            raise LineError(line_of(node), f"not YAML: {node.value!r}: {error}") from error
+
+    def mapping_of(node: MappingNode) -> Lines:
+        found, own = Lines(), dict[str, int]()
+        found.lines = {}
+        for key, value in node.value:
+            line = line_of(key)
+            if not isinstance(key, ScalarNode) or not key.value.strip():
+                raise LineError(line, "expected a name before the colon")
+            if key.value == "<<":  # what follows overrides it
+                merged = value_of(value)
+                found |= merged
+                found.lines |= dict.fromkeys(merged, line)
+                continue
+            if key.value in own:
+                raise LineError(line, f"{key.value!r} is a duplicate of line {own[key.value]}")
+            own[key.value] = found.lines[key.value] = line
+            found[key.value] = value_of(value)
+        return found
+
+    if not isinstance(top, MappingNode):
+        raise LineError(1, "expected a mapping; see docs/how-to/experiments.md")
+    return mapping_of(top)
 
 
-def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
-    """As YAML's, except that 010 and 1:30 are refused: YAML 1.1 takes them for 8 and 90."""
-    number: int = loader.construct_yaml_int(node)
-    if re.match(r"[-+]?0[0-9_]", node.value) or ":" in node.value:
-        line = node.start_mark.line + 1
-        raise LineError(
-            line, f"YAML takes {node.value} for {number}: write a decimal number, or text in quotes"
-        )
-    return number
-
-
-def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> Lines:
-    """Keys are text as written, whatever YAML takes them for: `off` would be False, 010 8."""
-
-    def key_of(key_node: yaml.Node) -> str:
-        if not isinstance(key_node, yaml.ScalarNode) or not key_node.value.strip():
-            raise LineError(key_node.start_mark.line + 1, "expected a name before the colon")
-        return str(key_node.value)
-
-    lines: dict[str, int] = {}
-    for key_node, _ in node.value:
-        if key_node.value == "<<":
-            continue
-        key, line = key_of(key_node), key_node.start_mark.line + 1
-        if key in lines:
-            raise LineError(line, f"{key!r} is a duplicate of line {lines[key]}")
-        lines[key] = line
-    loader.flatten_mapping(node)
-    for key_node, value in node.value:
-        key = key_of(key_node)
-        if isinstance(default_config().get(key), str):
-            _take_words_as_text(value)
-    mapping = Lines(
-        {key_of(key): loader.construct_object(value, True) for key, value in node.value}
-    )
-    mapping.lines = {key: lines.get(key, node.start_mark.line + 1) for key in mapping}
-    return mapping
-
-
-def _take_words_as_text(value: yaml.Node) -> None:
-    """Let off, no, on and yes be text in a value or list, as in `norm-bound: off`, not booleans."""
-    for node in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-        if node.tag == "tag:yaml.org,2002:bool":
-            node.tag = "tag:yaml.org,2002:str"
-
-
-# YAML 1.1 reads numbers without a point (1e-2), or without a sign in the exponent (2.0e2), as text
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_mapping)
-_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+def line_of(node: Node) -> int:
+    """The line in which a node begins, from 1."""
+    return int(node.start_mark.line) + 1
 
 
 def _config_key(key: str) -> str:
     known = default_config()
+    table, dot, _ = key.partition(".")
+    if dot and not any(name.startswith(f"{table}.") for name in known):
+        return key  # perhaps of an own method, which the config checks
     if key not in known:
         hint = did_you_mean(key, [*known, *ENTRY_KEYS]) or "; `keel keys` lists the keys"
         raise ValueError(f"config key = {key!r} is unknown{hint}")
@@ -233,51 +209,14 @@ class RecipeFile(Reading):
     headlines: Texts = []
 
 
-def num_values(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
-    """How many values a part of the file has, each as often as aliases repeat it.
-
-    known: of the parts that were counted; one within itself counts once, and is refused later.
-    """
-    if node not in known:
-        known[node] = 1
-        parts = [] if isinstance(node, yaml.ScalarNode) else node.value
-        if isinstance(node, yaml.MappingNode):
-            parts = [part for pair in parts for part in pair]
-        known[node] += sum(num_values(part, known) for part in parts)
-    return known[node]
-
-
-def loaded(text: str) -> Any:
-    """The content of a YAML file. LineError if its aliases expand to over MAX_VALUES values."""
-    loader = _Loader(text)  # a SafeLoader
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        if num_values(node, {}) > MAX_VALUES:
-            raise LineError(1, f"its aliases stand for more than {MAX_VALUES:,} values: use fewer")
-        return loader.construct_document(node)
-    finally:
-        loader.dispose()
-
-
 def read_recipe_file(text: str) -> tuple[RecipeFile, Lines]:
     """The validated file and its mapping with line numbers. LineError for the first mistake."""
-    if odd := yaml.reader.Reader.NON_PRINTABLE.search(text):
-        line = text.count("\n", 0, odd.start()) + 1
-        raise LineError(line, f"not YAML: the character {odd[0]!r} is not allowed")
-    try:
-        top = loaded(text)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        hint = "; indent with spaces, not with tabs" if re.search(r"(?m)^\s*\t", text) else ""
-        raise LineError(line, f"not YAML: {error.problem}{hint}") from error
-    if not isinstance(top, Lines):
-        raise LineError(1, "expected a mapping; see docs/how-to/experiments.md")
+    top = read_yaml(text)
     try:
         return RecipeFile.model_validate(top), top
     except ValidationError as error:
-        raise LineError(*min([_described(details, top) for details in error.errors()])) from error
+        line, message = min(_described(details, top) for details in error.errors())
+        raise LineError(line, message) from error
 
 
 def _described(error: ErrorDetails, top: Lines) -> tuple[int, str]:
@@ -294,10 +233,8 @@ def _described(error: ErrorDetails, top: Lines) -> tuple[int, str]:
     if error["loc"] and error["loc"][-1] == "[key]":
         return line, own_message
     if error["type"] == "extra_forbidden":
-        try:
-            refuse_unknown("recipe key", path[-1], list(RecipeFile.model_fields))
-        except ValueError as unknown:
-            return line, str(unknown)
+        hint = did_you_mean(path[-1], RecipeFile.model_fields)
+        return line, f"{path[-1]!r} is no key of a recipe{hint}"
     expected = own_message or error["msg"].replace("Input should be ", "expected ")
     if error["type"] in ("model_type", "dict_type"):
         expected = "expected a mapping"

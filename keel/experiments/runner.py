@@ -1,15 +1,13 @@
 """Runs a recipe: has its runs executed (see `tasks`), several at once, and follows them.
 
-Finished runs are skipped, interrupted runs are resumed, failed runs are reported at the end.
-Several runners, on several machines, may work on one output folder.
+Finished runs are skipped, interrupted runs are resumed, failed runs are named at the end. Several
+runners, on several machines, may work on one output directory.
 """
 
-import contextlib
-import fcntl
-import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,160 +23,28 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from keel.experiments.plan import (
-    candidates_of,
-    images_of,
-    job_name,
-    narrowed,
-    read_job,
-    runs_needed,
-)
-from keel.experiments.preflight import check_recipe, refuse_overriding
-from keel.experiments.recipe import Cell, Recipe, parse_recipe
+from keel.experiments.checks import check_recipe
+from keel.experiments.jobs import save_job
+from keel.experiments.recipe import Cell, Recipe
+from keel.experiments.results import number_of, runs_needed
 from keel.experiments.runs import (
-    DIVERGED,
     FAILED,
+    FINISHED,
     Options,
     Run,
+    code_folder,
     data_of,
     history_in,
-    read_json,
-    run_of,
-    wall_seconds,
 )
-from keel.experiments.tasks import (
-    LOG_FILE,
-    KilledError,
-    RayTasks,
-    Resources,
-    claimed,
-    digest_of_data,
-    is_executed,
-    overrides_of,
-)
-from protocol.config import resolve_config
-from protocol.files import write_atomically
-from protocol.text import num_of
-from server_app.history import HEADLINE, Line
-from server_app.run_reader import HISTORY_FILE, lines_in_order
+from keel.experiments.tasks import BUSY, GRACE_S, KILLED, Resources, digest_of_data, ray_tasks
+from keel.runs import is_locked
+from protocol.code import code_version
+from protocol.text import in_one_line, num_of
+from server_app.history import duration
+from server_app.run_reader import HISTORY_FILE
 
-POLL_S = 0.2
-OTHERS_POLL_S = 5.0  # between two looks at what other runners have done
-
-
-@contextlib.contextmanager
-def locked(output: Path) -> Iterator[None]:
-    """Create the output folder; hold its lock, for which other runners wait.
-
-    ValueError if that is impossible.
-    """
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        file = (output / ".lock").open("w")
-    except OSError as error:
-        raise ValueError(f"--output {output} cannot be written: {error.strerror}") from error
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def failure_of(run: Run) -> tuple[Path, int] | None:
-    """What tells two failures of a run apart; None if the attempt that counts did not fail.
-
-    Times are only tested for equality, because the clocks of machines differ, and jump.
-    """
-    attempt = run.ended()
-    if attempt is None or run.failure() != FAILED:
-        return None
-    with contextlib.suppress(FileNotFoundError):  # another runner has started it again
-        return attempt, (attempt / "summary.json").stat().st_mtime_ns
-    return None
-
-
-def save_job(
-    recipe: Recipe,
-    options: Options,
-    output: Path,
-    cells: Sequence[Cell] | None = None,
-    archived_source: str = "",
-) -> list[int]:
-    """Record what is run, for the report; returns the job's seeds, those of earlier calls first.
-
-    cells: the selected ones, None for all. A call with the same cells in its recipe, wherever that
-    is, and the same options continues the same job: its tuning seed stays, selected cells are
-    added. archived_source: the name of its source in the archive that it is restored from.
-    ValueError if two cells would be one run.
-    """
-    job: dict[str, object] = {
-        "recipe": str(recipe.path.absolute()),
-        "scale": options.scale,
-        "changes": dict(options.changes),
-        "full_grid": options.full_grid,
-    }
-
-    def is_same(path: Path) -> bool:
-        other = read_job(path)
-        if any(other.get(key) != job[key] for key in job.keys() - {"recipe"}):
-            return False
-        try:
-            return parse_recipe(other["text"], recipe.path).content == recipe.content
-        except ValueError:  # of another recipe, with keys of a method that is not here today, say
-            return False
-
-    folder = output / "jobs"
-    folder.mkdir(exist_ok=True)
-    free = folder / f"{job_name(recipe, options)}.json"
-    path = next(filter(is_same, sorted(folder.glob("*.json"))), free)
-    before = read_json(path)
-    seeds = list(dict.fromkeys([*before.get("seeds", []), *options.seeds]))
-    selected = [[c.row.name, c.column.name] for c in (recipe.cells if cells is None else cells)]
-    selected += [names for names in before.get("cells", []) if names not in selected]
-    refuse_overriding(narrowed(recipe, selected).cells, options.changes)
-    job |= {"text": recipe.text, "seeds": seeds, "cells": selected}
-    if source := archived_source or before.get("archived-source"):
-        job["archived-source"] = source
-    write_atomically(path, json.dumps(job, indent=2).encode())
-    return seeds
-
-
-@dataclass
-class ActiveRun:
-    """A run under way: its task, its progress bar, and the history that it is writing."""
-
-    run: Run
-    task: Any
-    bar: TaskID
-    num_earlier: int = 0  # attempts, unless one is resumed
-    history: Sequence[Line] = ()  # of the newest attempt
-    rounds: int = 0
-
-    def new_rounds(self) -> int:
-        """Rounds finished since the last call; negative when an attempt starts from scratch."""
-        attempts = self.run.attempts()[self.num_earlier :]
-        if not attempts:
-            return 0
-        self.history = lines_in_order(attempts[-1] / HISTORY_FILE)
-        finished = len(self.history)
-        new, self.rounds = finished - self.rounds, finished
-        return new
-
-    @property
-    def accuracy(self) -> str:
-        """The newest accuracy, for the bar."""
-        for key, name in HEADLINE:
-            for line in reversed(self.history):
-                if key in line:
-                    return f"{100 * line[key][name]:.2f} %"
-        return ""
-
-
-def outcome(directory: Path) -> str:
-    """The last accuracy and the duration of a finished run."""
-    duration = f"{wall_seconds(directory):.0f} s"
-    for curve in map(".".join, HEADLINE):
-        if points := history_in(directory).points(curve):
-            return f"{100 * points[-1][1]:.2f} % ({curve}), {duration}"
-    return duration
+POLL_S = 0.5
+Needed = tuple[Cell, Run]
 
 
 def run_recipe(
@@ -191,186 +57,91 @@ def run_recipe(
 ) -> dict[str, str]:
     """Run everything that has not ended; returns the reason for each run that failed.
 
-    A run that diverges is a result and not run again; one that ended with other code or another
-    config is.
-
-    Runs that another runner works on are left to it, and waited for. A run that was killed is
-    resumed once. KeyboardInterrupt ends the runs under way; the next call resumes them.
+    A run that diverges is a result and not run again. Runs that another runner executes are left to
+    it, and waited for. A run that was killed is resumed once. KeyboardInterrupt ends the runs under
+    way; the next call resumes them.
     """
-    failed: dict[str, str] = {}
-    earlier: dict[str, tuple[Path, int] | None] = {}  # run name to how it had failed before
-    with locked(output):
-        with_data = check_recipe(recipe, cells, options, output)
-        options = replace(options, tuned_on=save_job(recipe, options, output, cells)[0])
-    planned = runs_needed(recipe, cells, options, output, failed)
-    if resources.gpus is None and all(run.keys.get("device") == "cpu" for run in planned):
+    folder = output / "runs" / code_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--output {output} cannot be written: {error.strerror}") from error
+    with_data = check_recipe(recipe, cells, options, folder)
+    _, whole = save_job(recipe, options, output, cells)
+    if options.seeds[0] != whole.seeds[0]:  # which chose the tuned values
+        options = replace(options, seeds=list(dict.fromkeys([whole.seeds[0], *options.seeds])))
+    if recipe.shows == "labels":
+        return {}
+
+    needed = list(runs_needed(cells, options, folder))
+    report_done([(cell, run) for cell, run in needed if run.is_done], console)
+    left = [(cell, run) for cell, run in needed if not run.is_done]
+    if not left:
+        return {}
+    if resources.gpus is None and all(run.keys.get("device") == "cpu" for _, run in left):
         resources = replace(resources, gpus=0.0)  # each would wait for a GPU of its own
-    with progress_bars(console) as progress, RayTasks(resources, output, with_data) as tasks:
-        running: list[ActiveRun] = []
-        own: set[str] = set()  # runs that were started here
-        resumed: set[str] = set()  # of these, runs that were killed and started once more
-        is_waiting = False
-        before: dict[str, int] = {}  # run name to the rounds that earlier calls have run
-        total = progress.add_task(
-            f"{recipe.name}, {options.label}: rounds", total=None, accuracy=""
-        )
-        labels = labels_of(cells, options, output)
-
-        def needed() -> list[Run]:
-            return list(runs_needed(recipe, cells, options, output, failed))
-
-        def start(run: Run) -> None:
-            """Start a run."""
-            count = num_earlier(run)  # before it starts
-            task = tasks.submit(run)
-            own.add(run.name)
-            bar = progress.add_task(escape(labels[run.name]), total=run.rounds, accuracy="")
-            each = ActiveRun(run, task, bar, count)
-            running.append(each)
-            num = each.new_rounds()  # of a resumed run: they took no time now
-            progress.update(bar, completed=num)
-            progress.advance(total, num - before.setdefault(run.name, num))
-
-        def end(each: ActiveRun) -> None:
-            """Take the result of a run whose task has ended, and print it."""
-            running.remove(each)
-            progress.remove_task(each.bar)
-            run, name = each.run, escape(labels[each.run.name])
-            try:
-                reason = tasks.result(each.task)
-            except KilledError as error:
-                reason = str(error)
-                if run.name not in resumed:
-                    resumed.add(run.name)
-                    progress.advance(total, before[run.name] - each.rounds)
-                    console.print(f"{name}: {escape(reason)}; it is resumed once")
-                    return
-                run.folder.mkdir(parents=True, exist_ok=True)
-                if lock := claimed(run):  # else another runner has started it again
-                    with lock:
-                        if not run.ended():
-                            run.note_failure(reason)
-            if directory := run.finished():
-                console.print(f"{name}: {outcome(directory)}")
-            elif reason:
-                has_diverged = run.failure() == DIVERGED
-                if not has_diverged:
-                    failed[run.name] = reason
-                word = DIVERGED if has_diverged else "failed"
-                log = run.folder / LOG_FILE
-                console.print(f"[red]{word}[/] {name}: {escape(f'{reason} (log: {log})')}")
-            else:  # another runner was first
-                own.discard(run.name)
-                progress.advance(total, before.pop(run.name) - each.rounds)
-
-        skipped = {run.name: run for run in needed() if run.is_done()}
-        if skipped:
-            console.print(f"{num_of('run', skipped)} already finished:")
-        for run in skipped.values():
-            directory = run.finished()
-            number = outcome(directory) if directory else f"[red]{DIVERGED}[/]"
-            console.print(f"  {escape(labels[run.name])}: {number}")
-        seen = set(skipped)
-        announce_outdated(needed(), console)
-        announce_other_data(skipped.values(), console)
-        while True:
-            runs = needed()
-            left = [r.rounds - before.get(r.name, 0) for r in runs if r.name not in skipped]
-            progress.update(total, total=sum(left))
-            done = {run.name: run for run in runs if run.is_done()}
-            earlier |= {run.name: failure_of(run) for run in runs if run.name not in earlier}
-            for name, run in done.items():
-                if name not in seen | own:
-                    seen.add(name)
-                    progress.advance(total, run.rounds)
-                    console.print(f"{escape(labels[name])}: finished by another runner")
-            excluded = {each.run.name for each in running} | failed.keys() | done.keys()
-            waiting = [run for run in runs if run.name not in excluded]
-            for run in waiting:
-                if len(running) >= tasks.slots or is_executed(run):
-                    continue
-                if run.name not in own and failure_of(run) not in (None, earlier[run.name]):
-                    failed[run.name] = "failed in another runner"
-                    name = escape(labels[run.name])
-                    console.print(f"[red]failed[/] {name}: in another runner")
-                    continue
-                start(run)
-            if not running:
-                if all(run.name in failed or run.is_done() for run in waiting):
-                    if needed() == runs:
-                        break
-                    continue
-                if not is_waiting:
-                    is_waiting = True
-                    console.print(f"waiting for {num_of('run', waiting)} of other runners")
-                time.sleep(OTHERS_POLL_S)
-                continue
-            is_full = len(running) == tasks.slots
-            for each in follow(running, tasks, progress, total, is_full):
-                end(each)
-    return failed
+    with progress_bar(console) as progress, ray_tasks(resources, output, with_data) as execute:
+        bar = progress.add_task(f"{recipe.name}, {options.label}", total=None)
+        runner = Runner(execute, resources.workers, progress, bar)
+        try:
+            while left:
+                runner.run_all(left)
+                needed = list(runs_needed(cells, options, folder))  # tuned values are known now
+                left = [
+                    (cell, run)
+                    for cell, run in needed
+                    if not run.is_done and run.name not in runner.failed
+                ]
+        finally:
+            runner.interrupt()
+    return runner.failed
 
 
-def num_earlier(run: Run) -> int:
-    """How many attempts precede the one about to start; 0 if one is resumed."""
-    with contextlib.suppress(ValueError):  # of a damaged attempt: the run's task reports it
-        if "resume" in overrides_of(run):
-            return 0
-    return len(run.attempts())
-
-
-def labels_of(cells: Sequence[Cell], options: Options, output: Path) -> dict[str, str]:
-    """Run name to row, column, tuned values and seed; a run of several cells has the first's."""
-    found: dict[str, str] = {}
-    for cell in cells:
-        for seed in (*options.seeds, options.tuning_seed):
-            candidates = candidates_of(cell, options)
-            for candidate in candidates:
-                tuned = [f"{k}={v}" for k, v in candidate.items()] if len(candidates) > 1 else []
-                parts = [cell.row.name, cell.column.name, *tuned, f"seed {seed}"]
-                name = run_of(cell, candidate, seed, options, output).name
-                found.setdefault(name, ", ".join(filter(None, parts)))
-    return found
-
-
-def announce_outdated(runs: Sequence[Run], console: Console) -> None:
-    """Name the runs that ended with another config or other code, which are run again."""
-    outdated = {run.name: reason for run in runs if (reason := run.outdated())}
-    if outdated:
-        console.print(f"not counted, kept on disk and run again: {num_of('run', outdated)}")
-    for name, reason in outdated.items():
-        console.print(f"  {name}: {escape(reason)}")
-
-
-def announce_other_data(runs: Iterable[Run], console: Console) -> None:
-    """Name the finished runs whose data has changed since: new ones are not compared with them."""
-    today: dict[tuple[str, str], str] = {}
-    found: dict[str, str] = {}
-    for run in runs:
-        directory, config = run.finished(), resolve_config(run.keys)
-        if not directory or not (then := data_of(directory)):
-            continue
-        images = images_of(config), config.data.data_dir
-        if images not in today:
-            today[images] = digest_of_data(config)
-        if then != today[images]:
-            found[run.name] = f"digest of the data {then}, today {today[images]}"
-    if found:
+def report_done(done: Sequence[Needed], console: Console) -> None:
+    """Print the runs that need not be run, and how many are of other data than today's."""
+    if done:
+        console.print(f"{num_of('run', done)} already finished:")
+    digests: dict[tuple[str, str], str] = {}
+    others = []
+    for cell, run in done:
+        console.print(f"  {outcome(cell, run)}")
+        place = (run.config.data.source, run.config.data.data_dir)
+        if (then := data_of(run.directory)) and run.status == FINISHED:
+            if place not in digests:
+                digests[place] = digest_of_data(run.config)
+            others += [run.name] if then != digests[place] else []
+    if others:
         console.print(
-            f"on other data than today's, not compared with new runs: {num_of('run', found)}; "
+            f"on other data than today's, not compared with new runs: {', '.join(others)}; "
             "restore the data, or remove their run directories to run them again"
         )
-    for name, reason in found.items():
-        console.print(f"  {name}: {reason}")
 
 
-def progress_bars(console: Console) -> Progress:
-    """A bar for each run, with its accuracy, and one for all that is queued; with the time left."""
+def outcome(cell: Cell, run: Run) -> str:
+    """The row, column and seed of a run that has ended, with the cell's number and the time."""
+    label = label_of(cell, run)
+    if run.status != FINISHED:
+        return f"{label}: [red]{run.status}[/]"
+    number, take = number_of(cell, run), cell.take
+    seconds = duration(sum(history_in(run.directory).wall_s))
+    text = "no number" if number is None else f"{number:.2f} {'s' if take.is_time else '%'}"
+    return f"{label}: {text} ({cell.of}), {seconds}"
+
+
+def label_of(cell: Cell, run: Run) -> str:
+    """Row, column, tuned values and seed."""
+    tuned = cell.candidates[0] if len(cell.candidates) > 1 else ()
+    values = [f"{key}={run.keys[key]}" for key in tuned]
+    return escape(", ".join([*cell.name, *values, f"seed {run.seed}"]))
+
+
+def progress_bar(console: Console) -> Progress:
+    """A bar over the rounds of all runs, with the time left."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[accuracy]}"),
+        TextColumn("rounds"),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=console,
@@ -378,18 +149,114 @@ def progress_bars(console: Console) -> Progress:
     )
 
 
-def follow(
-    running: Sequence[ActiveRun], tasks: RayTasks, progress: Progress, total: TaskID, is_full: bool
-) -> list[ActiveRun]:
-    """Update the bars until a run ends, or until another runner's may; returns those that have."""
-    deadline = time.monotonic() + (float("inf") if is_full else OTHERS_POLL_S)
-    while True:
-        ended = tasks.wait(POLL_S)
-        if tasks.is_kept_waiting():
-            progress.console.print("waiting for the cluster: other work may have its CPUs or GPUs")
-        for each in running:
-            if new := each.new_rounds():
-                progress.update(each.bar, advance=new, accuracy=each.accuracy)
-                progress.advance(total, new)
-        if ended or time.monotonic() > deadline:
-            return [each for each in running if each.task in ended]
+@dataclass
+class Runner:
+    """Submits runs to Ray, takes their results and prints them.
+
+    execute: the remote function of `ray_tasks`. max_pending: 0: Ray alone decides how many are
+    executed at a time. failed: run name to reason. resumed: names of runs that were killed once.
+    """
+
+    execute: Any
+    max_pending: int
+    progress: Progress
+    bar: TaskID
+    failed: dict[str, str] = field(default_factory=dict)
+    resumed: set[str] = field(default_factory=set)
+    pending: dict[Any, Needed] = field(default_factory=dict)
+    num_rounds: int = 0  # of runs that have ended
+
+    def run_all(self, needed: Iterable[Needed]) -> None:
+        """Returns once each of these runs is done or has failed."""
+        import ray
+
+        waiting = [(cell, run, run.failed_at) for cell, run in needed]
+        total = self.num_rounds + sum(run.rounds for _, run, _ in waiting)
+        self.progress.update(self.bar, total=total)
+        is_told = False
+        while waiting or self.pending:
+            for each in list(waiting):
+                is_full = 0 < self.max_pending <= len(self.pending)
+                if not is_full and not is_locked(each[1].beside("lock")):
+                    waiting.remove(each)
+                    self.submit(*each)
+            ended = []
+            if self.pending:
+                ended = ray.wait(list(self.pending), timeout=POLL_S)[0]
+            else:
+                if not is_told:
+                    self.print(f"waiting for {num_of('run', waiting)} of other runners")
+                is_told = True
+                time.sleep(POLL_S)
+            for task in ended:
+                cell, run = self.pending.pop(task)
+                if self.has_to_wait(cell, run, task):
+                    waiting.insert(0, (cell, run, run.failed_at))
+            under_way = sum(map(rounds_of, (run for _, run in self.pending.values())))
+            self.progress.update(self.bar, completed=self.num_rounds + under_way)
+
+    def submit(self, cell: Cell, run: Run, failed_at: int) -> None:
+        """Queue a run."""
+        task = self.execute.remote(run, code_version(), failed_at)
+        self.pending[task] = cell, run
+
+    def has_to_wait(self, cell: Cell, run: Run, task: Any) -> bool:
+        """Take the result of a run's task; True if it has to be submitted again."""
+        status, reason = result_of_task(task)
+        if status == BUSY:
+            return True
+        if status == KILLED and run.name not in self.resumed:
+            self.resumed.add(run.name)
+            self.print(f"{label_of(cell, run)}: {escape(reason)}; it is resumed once")
+            return True
+        self.num_rounds += run.rounds
+        if status in (KILLED, FAILED):
+            if status == KILLED:
+                run.note_failure(reason)
+            self.failed[run.name] = reason
+            log = run.beside("log")
+            where = escape(f"{reason} (log: {log})")
+            self.print(f"[red]failed[/] {label_of(cell, run)}: {where}")
+        else:
+            self.print(outcome(cell, run))
+        return False
+
+    def print(self, text: str) -> None:
+        """Print a line above the bar."""
+        self.progress.console.print(text)
+
+    def interrupt(self) -> None:
+        """Interrupt the runs under way, and wait until they have saved what they have."""
+        if not self.pending:
+            return
+        import ray
+
+        for task in self.pending:
+            ray.cancel(task)
+        # a task counts as cancelled before its worker has unwound it
+        deadline = time.monotonic() + GRACE_S
+        locks = [run.beside("lock") for _, run in self.pending.values()]
+        while any(map(is_locked, locks)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+
+def result_of_task(task: Any) -> tuple[str, str]:
+    """What `execute` has returned; KILLED if its process or machine is gone, FAILED for errors."""
+    import ray
+    from ray import exceptions
+
+    lost = (exceptions.WorkerCrashedError, exceptions.OutOfMemoryError, exceptions.NodeDiedError)
+    try:
+        status, reason = ray.get(task)
+        return status, reason
+    except (*lost, exceptions.LocalRayletDiedError) as error:
+        return KILLED, in_one_line(str(error))
+    except exceptions.RayError as error:
+        return FAILED, in_one_line(str(error).strip().splitlines()[-1])
+
+
+def rounds_of(run: Run) -> int:
+    """Rounds that a run under way has done."""
+    with suppress(OSError):
+        return (run.directory / HISTORY_FILE).read_bytes().count(b"\n")
+    return 0

@@ -1,42 +1,63 @@
-"""One run of an experiment: its config, its name, and the run directories of its attempts."""
+"""One run of an experiment: its config, its name, its directory, and how it ended.
+
+A run's directory is `runs/CODE/NAME` in the output directory. CODE names the sources and torch, so
+that runs of different code never meet; NAME ends in a hash of the keys that the result depends on,
+where they differ from the defaults, so that recipes share runs. Beside it are `NAME.lock`, which a
+runner holds while it executes the run, `NAME.log` and, if the last attempt failed without a
+summary, `NAME.failed` with the reason.
+"""
 
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from keel.experiments.measure import History, is_divergence
-from keel.experiments.recipe import Cell
-from keel.experiments.scale import SCALES, Keys, scaled
+from keel.experiments.recipe import Cell, Keys
+from keel.experiments.scale import PAPER, scaled, scaled_round
 from protocol.code import code_version
 from protocol.config import RunConfig, default_config, resolve_config
-from protocol.files import digest, write_atomically
-from protocol.options import OptionValue
-from server_app.run_reader import CLIENTS_FILE, HISTORY_FILE, LAYOUT, RunReader, read_object
-
-# The name of a run ends in a hash of the keys that its result depends on, where they differ from
-# the defaults: a key that is new in Keel changes no name.
+from protocol.files import digest
+from protocol.models import model_spec
+from protocol.options import OptionValue, typed
+from protocol.own_code import table_of
+from server_app.run_reader import (
+    CLIENTS_FILE,
+    CONFIG_FILE,
+    HISTORY_FILE,
+    SUMMARY_FILE,
+    RunReader,
+)
 
 IRRELEVANT = {
-    "preset",
-    "output-dir",
-    "data-dir",
-    "resume",
-    "run-name",
-    "last-rounds",
-    "tracker",
-    "keep-state",
-    "checkpoint-every",
+    *("preset", "output-dir", "data-dir", "resume", "run-name", "last-rounds", "tracker"),
+    *("keep-state", "checkpoint-every"),
 }
 RELEVANT_TO_SECONDS = {"device", "cache-mb"}  # and `threads`, on which the bits depend too
-DIVERGED, FAILED = "diverged", "failed"
-NOTE = "failed"  # the folder of `Run.note_failure`, beside the run directories
-REMEDY = "remove its run directory, then run it again or restore it from an archive"  # of damage
-UNKNOWN = "not recorded"  # code that a manifest does not name
+FINISHED, DIVERGED, FAILED = "finished", "diverged", "failed"
+REMEDY = "remove its run directory, then run it again"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a recipe is run. full_grid: try all values under `tune`, not only the paper's best.
+
+    The first of the seeds chooses among the values.
+    """
+
+    scale: str
+    changes: Mapping[str, OptionValue]
+    seeds: Sequence[int]
+    full_grid: bool
+
+    @property
+    def label(self) -> str:
+        """Scale and changed keys."""
+        changed = [f"{key}={value}" for key, value in sorted(self.changes.items())]
+        return ", ".join([f"scale {self.scale}", *changed])
 
 
 def identity(flat: Keys, is_timed: bool = False) -> dict[str, OptionValue]:
@@ -44,7 +65,8 @@ def identity(flat: Keys, is_timed: bool = False) -> dict[str, OptionValue]:
 
     is_timed: seconds are read, so what they depend on counts too.
     """
-    tables = {str(flat["method"]), str(flat["server-optimizer"]), "privacy"}
+    method = str(flat["method"])
+    tables = {table_of(method) or method, str(flat["server-optimizer"]), "privacy"}
     if flat.get("fedproc.schedule-rounds") == flat["num-rounds"]:
         flat = {**flat, "fedproc.schedule-rounds": 0}  # which means the same
     irrelevant = IRRELEVANT if is_timed else IRRELEVANT | RELEVANT_TO_SECONDS
@@ -55,177 +77,145 @@ def identity(flat: Keys, is_timed: bool = False) -> dict[str, OptionValue]:
     }
 
 
-def hash_of(relevant: Keys) -> str:
-    """12 hex digits of what `identity` returns; an integer where a float is due is that float."""
-    defaults = default_config()
-    hashed = {
-        key: float(value) if type(defaults[key]) is float else value
-        for key, value in relevant.items()
-        if value != defaults[key]
-    }
-    return digest(json.dumps(hashed, sort_keys=True).encode())[:12]
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a recipe is run. full_grid: try all values under `tune`, not only the paper's best.
-
-    tuned_on: the seed that chooses among them; None: the first of `seeds`.
-    any_code: for a report: where no run of today's code has ended, one of other code counts.
-    """
-
-    scale: str
-    changes: Mapping[str, OptionValue]
-    seeds: Sequence[int]
-    full_grid: bool
-    tuned_on: int | None = None
-    any_code: bool = False
-
-    @property
-    def tuning_seed(self) -> int:
-        """The seed that chooses among the values under `tune`."""
-        return self.seeds[0] if self.tuned_on is None else self.tuned_on
-
-    @property
-    def label(self) -> str:
-        """Scale and changed keys."""
-        changed = [f"{key}={value}" for key, value in sorted(self.changes.items())]
-        return ", ".join([f"scale {self.scale}", *changed])
-
-
 def name_of(config: RunConfig, is_timed: bool) -> str:
-    """The name of the run with this config: method, source, seed and the hash."""
+    """The name of the run with this config: method, source, seed and the hash of `identity`."""
+    defaults = default_config()
+    hashed = {  # an integer where a float is due is that float
+        key: float(value) if type(defaults.get(key)) is float else value
+        for key, value in identity(config.flat, is_timed).items()
+        if value != defaults.get(key)
+    }
+    hashed |= {spec: own.digest for spec, own in config.own.items()}  # edited, it is other code
     source = config.data.source.rpartition("/")[2]
     stem = re.sub(r"[^a-z0-9]+", "-", f"{config.rounds.method}-{source}".lower())
-    return f"{stem}-seed{config.rounds.seed}-{hash_of(identity(config.flat, is_timed))}"
+    key = digest(json.dumps(hashed, sort_keys=True).encode())[:12]
+    return f"{stem}-seed{config.rounds.seed}-{key}"
+
+
+def code_folder(code: str = "") -> str:
+    """The name of the folder for runs of this code, by default the installed one."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", (code or code_version()).removeprefix("sources "))
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its config keys, and the folder that holds the run directories of its attempts.
+    """One run: its config keys and its directory.
 
     is_scaled: the scale maps the paper's rounds onto fewer; otherwise they are the run's.
-    is_timed, only_last: as in `Cell`. any_code: as in `Options`.
     """
 
-    keys: Mapping[str, OptionValue]
+    keys: Keys
+    directory: Path
     rounds: int
     paper_rounds: int
-    clients: int
-    name: str
-    folder: Path
-    is_scaled: bool = False
-    is_timed: bool = False
-    only_last: bool = False
-    any_code: bool = False
+    is_scaled: bool
+
+    @property
+    def name(self) -> str:
+        """The directory's name."""
+        return self.directory.name
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        return int(self.keys["seed"])
 
     @property
     def shrink(self) -> float:
         """Rounds of the run / rounds of the paper that they stand for."""
         return self.rounds / self.paper_rounds if self.is_scaled else 1.0
 
-    @cached_property
-    def identity(self) -> dict[str, OptionValue]:
-        """What its result depends on."""
-        return identity(resolve_config(self.keys).flat, self.is_timed)
-
-    def attempts(self) -> list[Path]:
-        """Its run directories, oldest first."""
-        found = (path.parent for path in self.folder.glob("*/config.json"))
-        return sorted(path for path in found if path.name != NOTE)
+    def beside(self, kind: str) -> Path:
+        """The file `NAME.KIND` beside the directory: lock, log or failed."""
+        return self.directory.with_name(f"{self.name}.{kind}")
 
     @property
-    def note(self) -> Path:
-        """Where `note_failure` says why the newest attempt left no result."""
-        return self.folder / NOTE
+    def config(self) -> RunConfig:
+        """The config, parsed."""
+        return resolve_config(self.keys)
+
+    @property
+    def status(self) -> str:
+        """finished, diverged, failed; "": it has not ended, or not begun.
+
+        ValueError naming a damaged file.
+        """
+        if (self.directory / CONFIG_FILE).is_file():
+            run = RunReader(self.directory)
+            status = str(run.summary["status"])
+            if status.startswith(FAILED):
+                return DIVERGED if is_divergence(status) else FAILED
+            if run.has_finished:
+                return FINISHED
+        return FAILED if self.beside("failed").exists() else ""
+
+    @property
+    def failed_file(self) -> Path:
+        """The file that says that it failed: its summary, or the one beside its directory."""
+        note = self.beside("failed")
+        return note if note.exists() else self.directory / SUMMARY_FILE
+
+    @property
+    def failed_at(self) -> int:
+        """The time of its failure, in ns; 0 if it has not failed. Only equality means something."""
+        return self.failed_file.stat().st_mtime_ns if self.status == FAILED else 0
+
+    @property
+    def reason(self) -> str:
+        """Why it failed, in one line; "" if it has not."""
+        if self.status != FAILED:
+            return ""
+        if self.failed_file == self.beside("failed"):
+            return self.failed_file.read_text()
+        return str(RunReader(self.directory).summary["status"]).removeprefix(f"{FAILED}: ")
 
     def note_failure(self, reason: str) -> None:
-        """Record a failure of which the run directory does not know; it counts until one ends.
+        """Record a failure of which the run directory does not know, until the next attempt."""
+        self.beside("failed").write_text(reason)
 
-        Call it with the run's lock, where none has ended.
-        """
-        self.note.mkdir(exist_ok=True)
-        for name, content in (
-            ("manifest.json", {"layout": LAYOUT, "code": [code_version()]}),
-            ("config.json", {"config": dict(resolve_config(self.keys).flat), "overrides": {}}),
-            ("summary.json", {"status": f"{FAILED}: {reason}"}),  # last: without it, no note
-        ):
-            write_atomically(self.note / name, json.dumps(content).encode())
-
-    def remove_note(self) -> None:
-        """Remove what `note_failure` wrote, before another attempt."""
-        (self.note / "summary.json").unlink(missing_ok=True)
-        shutil.rmtree(self.note, ignore_errors=True)
-
-    def ended(self) -> Path | None:
-        """The attempt that counts: the newest that finished or failed with today's config and code.
-
-        Of other code only with `any_code`. A failure does not count if an attempt of the same code
-        finished or diverged: with a wrong clock, the failure may be dated later.
-        ValueError naming a damaged file, and what to do.
-        """
-        attempts, had_note = (self.note, *self.attempts()), self.note.exists()
-        try:
-            found = [a for a in attempts if status_of(a) and not self.other_default(a)]
-            of_today = [attempt for attempt in found if code_of(attempt) == (code_version(),)]
-        except (OSError, ValueError) as error:
-            if had_note and not self.note.exists():
-                return self.ended()  # another runner has just removed the note
-            raise ValueError(f"{error}; {REMEDY}") from error
-        counting = of_today or (found if self.any_code else [])
-        if len(counting) < 2:
-            return counting[0] if counting else None
-        newest_code = code_of(counting[-1])
-        same = [attempt for attempt in counting if code_of(attempt) == newest_code]
-        with_result = [attempt for attempt in same if status_of(attempt) != FAILED]
-        return (with_result or same)[-1]
-
-    def finished(self) -> Path | None:
-        """The attempt that counts, if it ran all rounds."""
-        attempt = self.ended()
-        return attempt if attempt and status_of(attempt) == "finished" else None
-
-    def failure(self) -> str:
-        """`diverged` or `failed` if that is how the attempt that counts ended, else empty."""
-        attempt = self.ended()
-        status = status_of(attempt) if attempt else ""
-        return "" if status == "finished" else status
-
+    @property
     def is_done(self) -> bool:
-        """Whether another attempt would end as the last: it finished, or diverged."""
-        return bool(self.finished()) or self.failure() == DIVERGED
+        """Whether another attempt would end like the last: it finished, or diverged."""
+        return self.status in (FINISHED, DIVERGED)
 
-    def other_default(self, directory: Path) -> str:
-        """A key that had another default when this attempt was run, with both; else empty."""
-        then = identity(RunReader(directory).config, self.is_timed)
-        for key in sorted(then.keys() | self.identity.keys()):
-            before, today = then.get(key), self.identity.get(key)
-            if before != today and not (key == "evaluate-every" and self.only_last):
-                return f"{key} = {before!r}, today {today!r}"
-        return ""
+    def prepare(self) -> list[str]:
+        """The words after `keel` that resume the run, or start it from an empty directory."""
+        self.beside("failed").unlink(missing_ok=True)
+        if RunReader(self.directory).checkpoints or self.is_complete:
+            return ["resume", str(self.directory)]
+        shutil.rmtree(self.directory, ignore_errors=True)
+        place = {"output-dir": str(self.directory.parent), "run-name": self.name}
+        used = {key: self.keys[key] for key in used_keys(self.config, self.keys)} | place
+        return ["run", *(f"{key}={typed(value)}" for key, value in used.items())]
 
-    def other_code(self, directory: Path) -> str:
-        """The code that this attempt was run with, and today's, if they differ; else empty."""
-        then = ", then ".join(code_of(directory))
-        return "" if then == code_version() else f"{then}; today {code_version()}"
-
-    def outdated(self) -> str:
-        """Why no attempt that ended counts; empty if one does, or if there is none."""
-        if self.ended():
-            return ""
-        ended = [attempt for attempt in self.attempts() if status_of(attempt)]
-        return (self.other_default(ended[-1]) or self.other_code(ended[-1])) if ended else ""
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has finished but for its last files, which a resume writes."""
+        if not (self.directory / CONFIG_FILE).is_file():
+            return False
+        return bool(RunReader(self.directory).summary["status"] == FINISHED)
 
 
-def run_of(cell: Cell, candidate: Keys, seed: int, options: Options, output: Path) -> Run:
+def used_keys(config: RunConfig, keys: Keys) -> Iterator[str]:
+    """Those of the keys that the run uses: `config` of a recipe is for all of its rows."""
+    from server_app.checks import keys_without_effect  # imports torch
+
+    flat = identity(config.flat, is_timed=True)
+    for key in keys:
+        is_own = key in flat or key in IRRELEVANT
+        if is_own and not keys_without_effect(config, [key]):
+            yield key
+
+
+def run_of(cell: Cell, candidate: Keys, seed: int, options: Options, folder: Path) -> Run:
     """The run of one cell with one tuned value and one seed. ValueError if the config is invalid.
 
-    Runs with the same identity share a folder; runs at different scales do not have the same.
-    Where only the last round is read, a method that fine-tunes a copy of the global model at each
-    evaluation is evaluated after that round alone.
+    folder: of its code. Runs with the same identity share a directory. Where only the last round is
+    read, a method that fine-tunes a copy of the global model at each evaluation is evaluated after
+    that round alone.
     """
     keys = {**cell.keys, **candidate}
-    smaller = scaled(keys, SCALES[options.scale], cell.read_at)
+    smaller = scaled(keys, options.scale, cell.read_at)
     full = {**keys, **smaller, **options.changes, "seed": seed}
     config = resolve_config(full)
     if not config.rounds.num_clients:
@@ -233,18 +223,12 @@ def run_of(cell: Cell, candidate: Keys, seed: int, options: Options, output: Pat
     if cell.only_last and is_adapted_without_state(config.rounds.method):
         full |= {"evaluate-every": config.rounds.num_rounds, **options.changes}
         config = resolve_config(full)
-    name = name_of(config, cell.is_timed)
     return Run(
         keys=full,
+        directory=folder / name_of(config, cell.is_timed),
         rounds=config.rounds.num_rounds,
         paper_rounds=resolve_config(keys).rounds.num_rounds,
-        clients=config.rounds.num_clients,
-        name=name,
-        folder=output / "runs" / name,
-        is_scaled=options.scale != "paper",
-        is_timed=cell.is_timed,
-        only_last=cell.only_last,
-        any_code=options.any_code,
+        is_scaled=options.scale != PAPER,
     )
 
 
@@ -256,23 +240,59 @@ def is_adapted_without_state(name: str) -> bool:
     return method.is_adapted_from_global and method.is_stateful is not True
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty if there is no file. ValueError naming a damaged one."""
-    return read_object(path) if path.is_file() else {}
+def last_round_read(cell: Cell, run: Run) -> int:
+    """The last round that counts for the cell's number, at most the run's last."""
+    if cell.at and run.is_scaled:
+        return scaled_round(cell.at, run.paper_rounds, run.rounds)
+    return min(cell.at or run.rounds, run.rounds)
 
 
-def status_of(directory: Path) -> str:
-    """`finished`, `diverged` (values not finite or too large), `failed`; empty: can be resumed."""
+def paper_round_read(cell: Cell, run: Run) -> int:
+    """The round at which the paper reads the cell's number."""
+    return cell.at or run.paper_rounds
+
+
+def reads_elsewhere(cell: Cell, run: Run) -> bool:
+    """Whether the cell is read at another round than the paper's.
+
+    A later round counts only if the paper has a number.
+    """
+    read, due = last_round_read(cell, run), paper_round_read(cell, run)
+    return not run.is_scaled and (read < due or (read > due and cell.paper is not None))
+
+
+@lru_cache(maxsize=4096)
+def history_in(directory: Path) -> History:
+    """The history of a run that has ended.
+
+    ValueError naming the file if it is damaged, or not as the run wrote it.
+    """
     run = RunReader(directory)
-    status = str(run.summary["status"])
-    if status.startswith(FAILED):
-        return DIVERGED if is_divergence(status) else FAILED
-    return "finished" if run.has_finished else ""
+    try:
+        history = History(run.history, run.clients())
+    except ValueError as error:
+        raise ValueError(f"{error}; {REMEDY}") from error
+    files = run.manifest.get("files", {})
+    for name in files.keys() & {HISTORY_FILE, CLIENTS_FILE}:
+        if digest((directory / name).read_bytes()) != files[name]:
+            raise ValueError(
+                f"{directory / name} was changed after the run: its digest is not the one in "
+                f"manifest.json; {REMEDY}"
+            )
+    return history
 
 
-def code_of(directory: Path) -> tuple[str, ...]:
-    """The code that worked on the run, one `code_version` each; several after a resume."""
-    return tuple(RunReader(directory).manifest.get("code", [UNKNOWN]))
+def machines_of(directory: Path) -> list[str]:
+    """What a run trained on: `cpu: NAME` or `cuda: NAME`, several if it was resumed elsewhere.
+
+    "its clients' own" if its clients were sites, whose machines the manifest does not name.
+    """
+    manifest = RunReader(directory).manifest
+    if not manifest.get("simulated", True):
+        return ["its clients' own"]
+    versions = {"cpu": "not recorded", "gpu": "none"} | manifest.get("versions", {})
+    kind = f"cuda: {versions['gpu']}" if versions["gpu"] != "none" else f"cpu: {versions['cpu']}"
+    return manifest.get("machines") or [kind]
 
 
 def precision_of(directory: Path) -> list[str]:
@@ -287,45 +307,22 @@ def data_of(directory: Path) -> str:
     return str(RunReader(directory).manifest.get("data", ""))
 
 
-@lru_cache(maxsize=4096)
-def history_in(directory: Path) -> History:
-    """The history of a run that has ended.
+def incomparable(runs: Sequence[Run], is_timed: bool) -> str:
+    """Why the numbers of these runs are not averaged or compared; "" if they are.
 
-    ValueError naming the file if it is damaged, or not as the run wrote it.
+    The digest of the data depends on the shape to which images are converted, so only runs with the
+    same shape have to have the same digest. is_timed: the numbers are seconds.
     """
-    run = RunReader(directory)
-    try:
-        history = History(run.history, run.clients())
-    except ValueError as error:
-        raise ValueError(f"{error}; {REMEDY}") from error
-    check_unchanged(directory)
-    return history
-
-
-def check_unchanged(directory: Path) -> None:
-    """ValueError if the history does not match its digest in the manifest."""
-    files = RunReader(directory).manifest.get("files", {})
-    for name in files.keys() & {HISTORY_FILE, CLIENTS_FILE}:
-        if digest((directory / name).read_bytes()) != files[name]:
-            raise ValueError(
-                f"{directory / name} was changed after the run: its digest is not the one in "
-                f"manifest.json; {REMEDY}"
-            )
-
-
-def wall_seconds(directory: Path) -> float:
-    """Duration of all rounds of a finished run."""
-    return sum(history_in(directory).wall_s)
-
-
-def machines_of(directory: Path) -> list[str]:
-    """What a run trained on: `cpu: NAME` or `cuda: NAME`, several if it was resumed elsewhere.
-
-    "its clients' own" if its clients were sites, whose machines the manifest does not name.
-    """
-    manifest = RunReader(directory).manifest
-    if not manifest.get("simulated", True):
-        return ["its clients' own"]
-    versions = {"cpu": "not recorded", "gpu": "none"} | manifest.get("versions", {})
-    kind = f"cuda: {versions['gpu']}" if versions["gpu"] != "none" else f"cpu: {versions['cpu']}"
-    return manifest.get("machines") or [kind]
+    digests: dict[tuple[object, ...], set[str]] = {}
+    for run in runs:
+        config, model = run.config, model_spec(run.config.model.model)
+        size = config.data.image_size or model.image_size
+        key = (config.data.source, size, config.data.channels or model.channels)
+        digests.setdefault(key, set()).add(data_of(run.directory))
+    if any(len(each - {""}) > 1 for each in digests.values()):
+        return "runs on different data"
+    if len({name for run in runs for name in precision_of(run.directory)}) > 1:
+        return "runs in different precision"
+    if is_timed and len({name for run in runs for name in machines_of(run.directory)}) > 1:
+        return "runs on different machines"
+    return ""

@@ -1,34 +1,37 @@
 """What a table was made with: the settings of its runs beside the paper's, code and machines."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.experiments.plan import Result, differing, differs, with_own_lengths
 from keel.experiments.recipe import Recipe
-from keel.experiments.runs import Options, data_of, machines_of, run_of, wall_seconds
+from keel.experiments.results import Result, Results, differing, with_own_lengths
+from keel.experiments.runs import (
+    IRRELEVANT,
+    Options,
+    data_of,
+    history_in,
+    identity,
+    incomparable,
+    machines_of,
+    precision_of,
+    run_of,
+)
 from keel.runs import short_source, split_text
-from protocol.config import resolve_config
+from protocol.config import default_config, resolve_config
 from protocol.options import typed
 from protocol.text import num_of
 from server_app.history import duration
 from server_app.run_reader import RunReader
 
-# always shown; further keys where they differ from the paper's
+# always shown; further keys where they differ from the default or the paper's value
 SHOWN = (
-    "num-rounds",
-    "num-clients",
-    "fraction-train",
-    "local-epochs",
-    "batch-size",
-    "lr",
-    "lr-decay",
-    "momentum",
-    "weight-decay",
-    "model",
+    *("num-rounds", "num-clients", "fraction-train", "local-epochs", "batch-size", "lr"),
+    *("lr-decay", "momentum", "weight-decay", "model"),
 )
 WHERE = {"source", "partition", "alpha", "classes-per-client", "shards-per-client"}
+NOT_A_SETTING = {"method", "seed"}  # rows and seeds
 
 
 @dataclass(frozen=True)
@@ -40,27 +43,29 @@ class Setting:
     paper: str = ""
 
 
-def settings_of(
-    recipe: Recipe, results: Mapping[tuple[str, str], Result], options: Options
-) -> list[Setting]:
-    """Data, split and the keys SHOWN, and every other key whose value is not the paper's."""
+def settings_of(recipe: Recipe, results: Results, options: Options) -> list[Setting]:
+    """Data, split, the keys SHOWN, and each other key that is not the default or the paper's."""
     pairs: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
     others: dict[str, None] = {}
+    defaults = default_config()
     for cell in recipe.cells:
-        result = results.get((cell.row.name, cell.column.name))
+        result = results.get(cell.name)
         chosen = (result and result.candidate) or cell.paper_candidate or cell.candidates[0]
         run = run_of(cell, chosen, options.seeds[0], options, Path())
         if run.name in pairs:
             continue
-        ours, paper = (resolve_config(keys).flat for keys in (run.keys, {**cell.keys, **chosen}))
-        pairs[run.name] = with_own_lengths(ours), with_own_lengths(paper)
+        flats = (resolve_config(keys).flat for keys in (run.keys, {**cell.keys, **chosen}))
+        ours, paper = (identity(with_own_lengths(flat), is_timed=True) for flat in flats)
+        pairs[run.name] = ours, paper
+        others |= {key: None for key in sorted(ours) if ours[key] != defaults.get(key)}
         others |= dict.fromkeys(key for key, *_ in differing(cell, chosen, run))
-    flats = list(pairs.values())
     found = []
     for name, text in (("data", lambda flat: short_source(flat["source"])), ("split", split_text)):
-        found.append(setting(name, [(text(ours), text(paper)) for ours, paper in flats]))
-    for key in dict.fromkeys([*SHOWN, *(key for key in others if key not in WHERE)]):
-        found.append(setting(key, [(ours.get(key), paper.get(key)) for ours, paper in flats]))
+        found.append(setting(name, [(text(ours), text(paper)) for ours, paper in pairs.values()]))
+    more = [key for key in others if key not in WHERE | NOT_A_SETTING | IRRELEVANT]
+    for key in dict.fromkeys([*SHOWN, *more]):
+        both = [(ours.get(key), paper.get(key)) for ours, paper in pairs.values()]
+        found.append(setting(key, [pair for pair in both if pair != (None, None)]))
     return found
 
 
@@ -70,32 +75,42 @@ def setting(name: str, pairs: Sequence[tuple[Any, Any]]) -> Setting:
     return Setting(name, ours, "" if all(a == b for a, b in pairs) else paper)
 
 
-def ended_in(results: Iterable[Result]) -> list[Path]:
-    """The run directories behind the results, each once: of failures and of tuning, too."""
-    return sorted({path for result in results for path in result.ended})
+def directories_of(results: Sequence[Result]) -> list[Path]:
+    """The run directories of the results, each once."""
+    return sorted({run.directory for result in results for run in result.runs if run.status})
 
 
-def code_sentences(results: Sequence[Result]) -> Iterator[str]:
-    """Which code, precision and data the runs are of; several versions are never compared."""
-    found = sorted({code for result in results for code in result.code})
-    if len(found) > 1:
-        yield f"Runs of different code, never averaged or judged together: {'; '.join(found)}."
-    elif found:
-        yield f"Code: {found[0]}."
-    if precision := sorted({name for result in results for name in result.precision}):
+def origin_of(results: Sequence[Result]) -> list[str]:
+    """Sentences on code, precision, data, packages, machines and time."""
+    directories = [path for path in directories_of(results) if path.is_dir()]
+    sentences = (
+        code_sentences(results, directories),
+        package_sentences(directories),
+        machine_sentences(directories),
+    )
+    return [sentence for each in sentences for sentence in each]
+
+
+def code_sentences(results: Sequence[Result], directories: Sequence[Path]) -> Iterator[str]:
+    """Which code, precision and data the runs are of."""
+    manifests = [RunReader(path).manifest for path in directories]
+    if code := sorted({each for manifest in manifests for each in manifest.get("code", ())}):
+        yield f"Code: {', then '.join(code)}."
+    if precision := sorted({name for path in directories for name in precision_of(path)}):
         yield f"Precision: {', '.join(precision)}."
-    if differs({pair for result in results for pair in result.data}):
-        yield "Runs on different data, never averaged or judged together."
-    every = [data_of(directory) for directory in ended_in(results)]
+    is_timed = any(result.cell.take.is_time for result in results)
+    if reason := incomparable([run for result in results for run in result.finished], is_timed):
+        yield f"{reason.capitalize()}, never averaged or judged together."
+    every = [data_of(directory) for directory in directories]
     if recorded := [one for one in every if one]:
         many = f"{len(recorded)} of {len(every)} runs"
         yield f"Digest of the data, recorded by {many}: {', '.join(sorted({*recorded}))}."
 
 
-def package_sentences(results: Sequence[Result]) -> Iterator[str]:
+def package_sentences(directories: Sequence[Path]) -> Iterator[str]:
     """The versions of Keel and of packages that the runs recorded, and the processors' features."""
     found: dict[str, dict[str, None]] = {}
-    for directory in ended_in(results):
+    for directory in directories:
         manifest = RunReader(directory).manifest
         for version in manifest.get("keel", ()):
             found.setdefault("keel", {})[str(version)] = None
@@ -112,14 +127,12 @@ def package_sentences(results: Sequence[Result]) -> Iterator[str]:
         yield f"Processors: {', '.join(processors)}."
 
 
-def machine_sentences(results: Sequence[Result]) -> Iterator[str]:
+def machine_sentences(directories: Sequence[Path]) -> Iterator[str]:
     """How many runs each machine did, and how long they took."""
     seconds: dict[str, list[float]] = {}
-    for directory in ended_in(results):
+    for directory in directories:
         name = ", then ".join(machines_of(directory))
-        seconds.setdefault(name, []).append(wall_seconds(directory))
+        seconds.setdefault(name, []).append(sum(history_in(directory).wall_s))
     for name, each in sorted(seconds.items()):
         times = f"{duration(sum(each))} of rounds, the longest {duration(max(each))}"
         yield f"{num_of('run', each)} on {name}: {times}."
-    if len({name for r in results if r.cell.take.is_time for name in r.machines}) > 1:
-        yield "The seconds are from different machines and cannot be compared."

@@ -19,7 +19,7 @@ from browser_fixtures import (
     serious_findings,
 )
 
-from keel.experiments.rendering import write_report
+from keel.experiments.report import write_report
 from tests.tools.run_directories import make_table
 
 pytestmark = in_chromium

@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from keel.experiments.plan import candidates_of, runs_needed, selected
+from keel.experiments.jobs import save_job, selected
 from keel.experiments.recipe import load_recipe
-from keel.experiments.runs import Options, run_of
+from keel.experiments.results import runs_needed
+from keel.experiments.runs import Options, code_folder
 from protocol.code import code_version
-from protocol.config import default_config, resolve_config
+from protocol.config import default_config
 from server_app.record import split
 from server_app.run_reader import CLIENTS_FILE, HISTORY_FILE, LAYOUT
 
@@ -156,14 +157,7 @@ def make_table(
     numbers = list(range(seeds)) or recipe.seeds
     options = Options(scale, dict(changes or {}), numbers, full_grid=False)
     output.mkdir(parents=True, exist_ok=True)
-    from keel.experiments.runner import save_job  # imports torch, which pages do without
-
     save_job(recipe, options, output, cells)
-    labels = {}
-    for cell in cells:
-        for seed in numbers:
-            for candidate in candidates_of(cell, options):
-                labels[run_of(cell, candidate, seed, options, output).name] = cell
     here = {
         "layout": LAYOUT,
         "code": [code_version()],
@@ -172,15 +166,15 @@ def make_table(
     }
     packages = {"torch": "2.11.0", "flwr": "1.39.0", "python": "3.12", "cpu": "AVX2", "gpu": "none"}
     here |= {"keel": ["0.2.0"], "versions": packages}
-    for run in runs_needed(recipe, cells, options, output, ()):
-        cell, seed = labels[run.name], int(run.keys["seed"])
-        has_diverged = cell.row.name in diverging and seed == numbers[-1]
+    if recipe.shows == "labels":
+        return output
+    for cell, run in runs_needed(cells, options, output / "runs" / code_folder()):
+        has_diverged = cell.row.name in diverging and run.seed == numbers[-1]
         status = "failed: an update is not finite" if has_diverged else "finished"
         level = (cell.paper or 60.0) / 100 / (1 - math.exp(-4))
-        directory = run.folder / "20260101-000000"
         shape = {"level": level, "period": run.rounds / 4, "curve": cell.of}
-        make_run(directory, resolve_config(run.keys).flat, run.rounds, status=status, **shape)
-        (directory / "manifest.json").write_text(json.dumps(here))
+        make_run(run.directory, run.config.flat, run.rounds, status=status, **shape)
+        (run.directory / "manifest.json").write_text(json.dumps(here))
     return output
 
 

@@ -1,13 +1,12 @@
 """Checks before the first run: what can be known beforehand fails no run hours later."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from client_app.methods import method_of
 from client_app.setup import client_indices, model_for, open_source
-from keel.experiments.plan import last_round_read
 from keel.experiments.recipe import Cell, Recipe
-from keel.experiments.runs import Options, Run, run_of
+from keel.experiments.runs import Options, Run, last_round_read, run_of
 from models import StagedModel
 from protocol.config import RunConfig, resolve_config
 from protocol.options import ConfigError, OptionValue
@@ -19,54 +18,62 @@ from strategies import strategy_for
 
 
 def check_recipe(
-    recipe: Recipe, cells: Sequence[Cell], options: Options, output: Path
+    recipe: Recipe, cells: Sequence[Cell], options: Options, folder: Path
 ) -> list[RunConfig]:
-    """Check each run's config, data (read, and downloaded, once), split and model.
+    """Check each run's config, data (read, and downloaded, once), partition and model.
 
     Returns a config for each data set. ValueError naming the recipe's line.
     """
     refuse_overriding(cells, options.changes)
-    checked: set[object] = set()
-    with_data = []
-
-    def is_new(what: object) -> bool:
-        if what in checked:
-            return False
-        checked.add(what)
-        return True
-
-    def check(cell: Cell, runs: Sequence[Run], own_keys: Collection[str]) -> None:
-        configs = [resolve_config(run.keys) for run in runs]
-        if is_new(runs[0].name):
-            check_trackers(configs[0].rounds)
-            if lines := keys_without_effect(configs[0], own_keys):
-                raise ValueError(lines[0])
-        for config in configs:  # a split may be impossible for one seed only
-            clients = config.rounds.num_clients
-            if is_new((config.data, clients, config.rounds.seed)):
-                client_indices(config, 0, clients)
-            if is_new((config.data.source, config.data.data_dir)):
-                with_data.append(config)
-        if recipe.shows != "labels":
-            check_reading(cell, runs[0], configs[0])
-            if is_new((runs[0].name, "model")):
-                model = model_for(configs[0], open_source(configs[0]))
-                check_model(configs[0], runs[0].clients, model)
-
+    checks = Checks(recipe.shows == "labels")
     for cell in cells:
         for candidate in cell.candidates:
             try:
-                runs = [run_of(cell, candidate, s, options, output) for s in options.seeds]
-                check(cell, runs, {*cell.row.keys, *candidate})
+                runs = [run_of(cell, candidate, seed, options, folder) for seed in options.seeds]
+                checks.check(cell, candidate, runs)
             except (ValueError, OSError) as error:
                 key = "source" if isinstance(error, FileNotFoundError) else ""
                 key = error.key if isinstance(error, ConfigError) else key
                 place = f"{recipe.path}, {recipe.lines_of(cell, key)}"
                 if key in options.changes:
                     place = "--set"
-                names = f"{cell.row.name}; {cell.column.name}"
-                raise ValueError(f"{place} ({names}): {error}") from error
-    return with_data
+                raise ValueError(f"{place} ({'; '.join(cell.name)}): {error}") from error
+    return checks.with_data
+
+
+class Checks:
+    """The checks of the runs of each cell; what several share is checked once."""
+
+    def __init__(self, is_only_labels: bool) -> None:
+        self.is_only_labels = is_only_labels
+        self.with_data: list[RunConfig] = []
+        self._checked: set[object] = set()
+
+    def _is_new(self, what: object) -> bool:
+        is_new = what not in self._checked
+        self._checked.add(what)
+        return is_new
+
+    def check(self, cell: Cell, candidate: Mapping[str, OptionValue], runs: Sequence[Run]) -> None:
+        """Check the runs of one cell and candidate, one a seed."""
+        configs = [run.config for run in runs]
+        first = configs[0]
+        own_keys = frozenset([*cell.row.keys, *candidate])
+        if self._is_new((runs[0].name, own_keys)):
+            check_trackers(first.rounds)
+            if lines := keys_without_effect(first, own_keys):
+                raise ValueError(lines[0])
+        for config in configs:  # a partition may be impossible for one seed only
+            clients = config.rounds.num_clients
+            if self._is_new((config.data, clients, config.rounds.seed)):
+                client_indices(config, 0, clients)
+            if self._is_new((config.data.source, config.data.data_dir)):
+                self.with_data.append(config)
+        if self.is_only_labels:
+            return
+        check_reading(cell, runs[0], first)
+        if self._is_new((runs[0].name, "model")):
+            check_model(first, model_for(first, open_source(first)))
 
 
 def refuse_overriding(cells: Sequence[Cell], changes: Mapping[str, OptionValue]) -> None:
@@ -86,15 +93,15 @@ def refuse_overriding(cells: Sequence[Cell], changes: Mapping[str, OptionValue])
             )
 
 
-def check_model(config: RunConfig, num_clients: int, model: StagedModel) -> None:
+def check_model(config: RunConfig, model: StagedModel) -> None:
     """ValueError if the model lacks representations that the method needs.
 
-    Also if the run would refuse its clients before round 1, as `prepare` does.
+    Also if the run would refuse its clients before round 1.
     """
-    method = method_of(config)
-    method.check_model(model)
+    method_of(config).check_model(model)
     strategy = strategy_for(config, model)
-    strategy.roster = roster = SimulatedRoster(config, open_source(config), num_clients)
+    roster = SimulatedRoster(config, open_source(config), config.rounds.num_clients)
+    strategy.roster = roster
     check_simulated_roster(roster)
     config.rounds.check_cohort(len(strategy.cohort.sample(1)))
 
@@ -112,13 +119,13 @@ def check_reading(cell: Cell, run: Run, config: RunConfig) -> None:
             f"take = '{take.how} {take.number:g}': expected at most {num_rounds}, as the cell is "
             f"read at round {num_rounds}",
         )
-    if cell.take.is_time and config.privacy.withholds_metrics:
+    if take.is_time and config.privacy.withholds_metrics:
         raise ConfigError(
             "privacy.metrics",
             "privacy.metrics = 'withheld': clients send no seconds, but this recipe reads them; "
             "'exact' sends them, outside the guarantee",
         )
-    if cell.take.how == "seconds a round":
+    if take.how == "seconds a round":
         return
     last, every = last_round_read(cell, run), config.rounds.evaluate_every
     if last % every and last < run.rounds:
@@ -127,6 +134,11 @@ def check_reading(cell: Cell, run: Run, config: RunConfig) -> None:
             f"at = {cell.at}: corresponds to round {last} of {run.rounds}, which "
             f"evaluate-every = {every} skips: set evaluate-every to a divisor of {last}",
         )
+    check_curve(cell, config)
+
+
+def check_curve(cell: Cell, config: RunConfig) -> None:
+    """ConfigError if the run does not record the accuracy that the cell reads."""
     method = method_of(config)
     evaluates = config.evaluated_clients != "none"
     has_curve = {
@@ -134,12 +146,13 @@ def check_reading(cell: Cell, run: Run, config: RunConfig) -> None:
         "local_global.mean": method.has_global_model and evaluates,
         "personal.mean": method.is_personal and evaluates,
     }
-    if not has_curve[cell.of]:
-        recorded = [name for name, is_there in has_curve.items() if is_there]
-        found = " and ".join(recorded) or "no accuracy"
-        could = method.has_global_model and not config.privacy.withholds_metrics
-        if cell.of == "local_global.mean" and could:
-            found += "; it needs evaluate-clients = 'all' and a local-test-fraction above 0"
-        raise ConfigError(
-            "of", f"of = {cell.of!r}: with this config, {config.rounds.method} records {found}"
-        )
+    if has_curve[cell.of]:
+        return
+    recorded = [name for name, is_there in has_curve.items() if is_there]
+    found = " and ".join(recorded) or "no accuracy"
+    could = method.has_global_model and not config.privacy.withholds_metrics
+    if cell.of == "local_global.mean" and could:
+        found += "; it needs evaluate-clients = 'all' and a local-test-fraction above 0"
+    raise ConfigError(
+        "of", f"of = {cell.of!r}: with this config, {config.rounds.method} records {found}"
+    )

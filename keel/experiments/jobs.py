@@ -1,0 +1,166 @@
+"""What was asked for: the selected cells and seeds of a recipe, and the file that records them."""
+
+import itertools
+import json
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, Field, ValidationError
+
+from keel.experiments.recipe import Cell, Recipe, parse_recipe
+from keel.experiments.results import best_candidate, candidates_of, runs_needed
+from keel.experiments.runs import Options, Run, code_folder, run_of
+from keel.experiments.scale import SCALES
+from protocol.files import digest, write_atomically
+from protocol.options import did_you_mean
+
+TUNED_SEEDS = 5  # that judge a tuned side, beside the one that tuned it
+MAX_SLUG = 120  # characters: file systems allow 255, and a report's pictures have longer names
+
+
+def first_seeds(recipe: Recipe, num_seeds: int) -> list[int]:
+    """This many seeds: the recipe's in their order, then the lowest others."""
+    more = (seed for seed in itertools.count() if seed not in recipe.seeds)
+    return list(itertools.islice(itertools.chain(recipe.seeds, more), num_seeds))
+
+
+def seeds_for(recipe: Recipe, cells: Collection[Cell], full_grid: bool) -> Sequence[int]:
+    """The recipe's seeds; where values are tried, five beside the one that chooses among them."""
+    if all(len(candidates_of(cell, full_grid)) == 1 for cell in cells):
+        return recipe.seeds
+    return first_seeds(recipe, max(TUNED_SEEDS + 1, len(recipe.seeds)))
+
+
+def planned_runs(recipe: Recipe, scale: str, output: Path) -> list[Run]:
+    """The runs of a recipe, with the first candidate where the best is not known yet."""
+    if recipe.shows == "labels":
+        return []
+    options = Options(scale, {}, recipe.seeds, full_grid=False)
+    folder = output / "runs" / code_folder()
+    runs: dict[str, Run] = {}
+    for cell in recipe.cells:
+        best = best_candidate(cell, options, folder, is_final=False)
+        candidates = candidates_of(cell, options.full_grid)
+        for seed in options.seeds:
+            for candidate in candidates if seed == options.seeds[0] else [best or candidates[0]]:
+                run = run_of(cell, candidate, seed, options, folder)
+                runs[run.name] = run
+    return list(runs.values())
+
+
+class Job(BaseModel):
+    """What was asked for, for the report: `jobs/NAME.json`. text: the recipe's."""
+
+    recipe: str
+    text: str
+    scale: str
+    changes: dict[str, bool | int | float | str]
+    full_grid: bool
+    seeds: list[int] = Field(min_length=1)
+    cells: list[tuple[str, str]]
+
+    def load(self) -> tuple[Recipe, Options]:
+        """The recipe, with the selected cells alone, and the options. ValueError if it has none."""
+        recipe = parse_recipe(self.text, Path(self.recipe)).narrowed(self.cells)
+        if not recipe.cells or self.scale not in SCALES:
+            raise ValueError("none of its cells is in its recipe, or its scale is unknown")
+        return recipe, Options(self.scale, self.changes, self.seeds, self.full_grid)
+
+
+def job_name(recipe: Recipe, options: Options) -> str:
+    """The file name of a job, without suffix; ASCII alone, so that it has few bytes."""
+    key = json.dumps([recipe.content, options.label, options.full_grid]).encode()
+    slug = re.sub("[^A-Za-z0-9]", "-", f"{recipe.name}--{options.label}")
+    return f"{slug[:MAX_SLUG]}-{digest(key)[:8]}"
+
+
+def read_job(path: Path) -> Job:
+    """The content of a job's file. ValueError, with what to do, if it is damaged."""
+    try:
+        return Job.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(
+            f"{path} is damaged: {place}: {first['msg']}; remove it and repeat its `keel "
+            "experiments run`, which keeps the finished runs"
+        ) from error
+
+
+def load_job(path: Path) -> tuple[Recipe, Options]:
+    """`Job.load` of a file. ValueError if it names a method or key that no longer exists."""
+    try:
+        recipe, options = read_job(path).load()
+        for cell in recipe.cells:
+            run_of(cell, candidates_of(cell, options.full_grid)[0], 0, options, path.parent)
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: {error}; to leave its table out, move this file out of jobs/"
+        ) from error
+    return recipe, options
+
+
+def save_job(
+    recipe: Recipe, options: Options, output: Path, cells: Sequence[Cell]
+) -> tuple[Recipe, Options]:
+    """Record what is run, for the report; returns all that was asked for in this job so far.
+
+    A call with the same recipe and options continues its job: its seeds come first, so that the one
+    that tunes stays, and selected cells are added.
+    """
+    path = output / "jobs" / f"{job_name(recipe, options)}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    before = read_job(path) if path.exists() else None
+    job = Job(
+        recipe=str(recipe.path.absolute()),
+        text=recipe.text,
+        scale=options.scale,
+        changes=dict(options.changes),
+        full_grid=options.full_grid,
+        seeds=list(dict.fromkeys([*(before.seeds if before else []), *options.seeds])),
+        cells=list(dict.fromkeys([*(before.cells if before else []), *(c.name for c in cells)])),
+    )
+    write_atomically(path, job.model_dump_json(indent=1).encode())
+    return job.load()
+
+
+def folder_of(recipe: Recipe, options: Options, output: Path) -> Path:
+    """The folder of the code of which a report shows runs.
+
+    Today's if it has a run of the recipe that has ended, else the one last changed that has.
+    """
+    today = output / "runs" / code_folder()
+    others = sorted((output / "runs").glob("*/"), key=lambda path: -path.stat().st_mtime)
+    for folder in (today, *others):
+        if any(run.status for _, run in runs_needed(recipe.cells, options, folder)):
+            return folder
+    return today
+
+
+def selected(recipe: Recipe, only: Sequence[str]) -> list[Cell]:
+    """The cells whose row and column are named in `only`; all if it is empty.
+
+    A name is that of a row, of a column, or of a part of either. On an axis that is named, one of
+    its names has to match.
+    """
+    if not only:
+        return list(recipe.cells)
+    axes = [
+        {entry.parts[i] for entry in entries}
+        for entries in (recipe.rows, recipe.columns)
+        for i in range(len(entries[0].parts))
+    ]
+    axes += [{entry.name for entry in entries} for entries in (recipe.rows, recipe.columns)]
+    for name in only:
+        if not any(name in names for names in axes):
+            known = ", ".join(sorted(set().union(*axes[:-2])))
+            hint = did_you_mean(name, set().union(*axes))
+            raise ValueError(f"--only {name!r}: {recipe.name} has {known}{hint}")
+
+    def is_selected(cell: Cell) -> bool:
+        parts = [*cell.row.parts, *cell.column.parts, *cell.name]
+        named = [names & set(only) for names in axes]
+        return all(part in names for names, part in zip(named, parts, strict=True) if names)
+
+    return [cell for cell in recipe.cells if is_selected(cell)]

@@ -1,0 +1,129 @@
+"""Archived runs in, the same numbers, intervals and verdicts out; the page made from them."""
+
+import json
+import re
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from keel.experiments.claims import CHANCE
+from keel.experiments.jobs import job_name, load_job
+from tests.tools.run_directories import make_table
+from tools.results_page import archive, evidence_in, unpacked, write_page
+
+ROOT = Path(__file__).parent.parent.parent
+RESULTS = ROOT / "docs" / "results"
+ARCHIVES = sorted((RESULTS / "histories").glob("*.zip"))
+# of the judged claims and all cells; made at commit 3abfafb2, whose code was another
+GOLDEN = json.loads((Path(__file__).parent / "archived_results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def evidence():
+    """What each archive says."""
+    with unpacked(RESULTS / "histories") as outputs:
+        yield {output.name: evidence_in(output)[0] for output in outputs}
+
+
+def test_every_archive_is_compared():
+    assert [path.stem for path in ARCHIVES] == sorted(GOLDEN)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_archived_runs_give_the_numbers_that_they_gave(name, evidence):
+    found = {
+        " | ".join(cell): {
+            "mean": result.mean,
+            "deviation": result.deviation,
+            "by_seed": {str(seed): number for seed, number in result.by_seed.items()},
+        }
+        for cell, result in evidence[name].results.items()
+    }
+    for cell, expected in GOLDEN[name]["cells"].items():
+        assert found.pop(cell) == {key: pytest.approx(value) for key, value in expected.items()}
+    assert found == {}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_archived_runs_give_the_verdicts_that_they_gave(name, evidence):
+    verdicts = {verdict.claim.text: verdict for verdict in evidence[name].claims if verdict.seeds}
+    assert verdicts.keys() == GOLDEN[name]["claims"].keys()
+    for text, expected in GOLDEN[name]["claims"].items():
+        verdict = verdicts[text]
+        assert (verdict.word, verdict.seeds) == (expected["verdict"], expected["seeds"])
+        assert "; ".join(verdict.remarks) == expected["remarks"]
+        for key in ("effect", "interval", "paper_effect"):
+            assert getattr(verdict, key) == pytest.approx(expected[key]), (text, key)
+
+
+def test_page_table_and_curves_of_this_repository_are_those_of_its_archive(tmp_path):
+    """Archived runs in, the committed page out."""
+    page, readme = tmp_path / "papers.md", tmp_path / "README.md"
+    readme.write_text((ROOT / "README.md").read_text())
+    written = write_page(page=page, readme=readme)
+    committed = [RESULTS / "papers.md", ROOT / "README.md", *sorted(RESULTS.glob("curves/*.svg"))]
+    assert [path.name for path in written] == [path.name for path in committed]
+    for ours, theirs in zip(written, committed, strict=True):
+        assert ours.read_text() == theirs.read_text(), f"{theirs}: tools/results_page.py page"
+    assert not re.search(r"/(tmp|root|home|work)/", page.read_text())
+
+
+@pytest.mark.parametrize("path", ARCHIVES, ids=lambda path: path.stem)
+def test_an_archive_has_the_name_that_its_job_has_today(path, tmp_path):
+    """Otherwise archiving more seeds would write another one beside it."""
+    with zipfile.ZipFile(path) as file:
+        file.extract(f"jobs/{path.stem}.json", tmp_path)
+    job = json.loads((tmp_path / "jobs" / f"{path.stem}.json").read_text())
+    whole = tmp_path / "job.json"
+    whole.write_text(json.dumps(job))
+    recipe, options = load_job(whole)
+    cells = [cell.name for cell in recipe.cells]
+    assert sorted(map(list, cells)) == sorted(job["cells"])
+    from keel.experiments.recipe import parse_recipe
+
+    assert job_name(parse_recipe(job["text"], Path(job["recipe"])), options) == path.stem
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/results/papers.md"])
+def test_what_chance_decides_is_said_in_the_same_words(name):
+    text = " ".join((ROOT / name).read_text().split())
+    assert CHANCE[0].upper() + CHANCE[1:] in text
+
+
+@pytest.fixture
+def output(tmp_path) -> Path:
+    """FedCKA, Table 2, alpha 5, on a private folder: three seeds of FedAvg and of FedCKA."""
+    changes = {"source": f"folder:{tmp_path}/private/cifar10-jpg", "num-rounds": 41}
+    only = ["FedAvg", "FedCKA", "alpha 5"]
+    return make_table(tmp_path / "out", "fedcka-table-2", only, changes=changes, seeds=3)
+
+
+def test_an_archive_is_small_names_no_folder_and_gives_the_verdicts_of_the_runs(output, tmp_path):
+    (path,) = archive(output, tmp_path / "histories")
+    content = path.read_bytes()
+    assert len(content) < 20_000  # six runs of 41 rounds
+    with zipfile.ZipFile(path) as file:
+        text = "".join(file.read(name).decode() for name in file.namelist())
+    for said in (text, path.name):
+        assert str(tmp_path) not in said
+        assert "private" not in said  # a part of the source's path, which a job's name has
+    assert "participants" not in text
+    assert archive(output, tmp_path / "histories") == [path]
+    assert path.read_bytes() == content
+    (ours,) = evidence_in(output)
+    with unpacked(tmp_path / "histories") as (copy,):
+        (theirs,) = evidence_in(copy)
+    for one, other in zip(theirs.claims, ours.claims, strict=True):
+        assert (one.claim, one.word, one.seeds) == (other.claim, other.word, other.seeds)
+        assert one.effect == pytest.approx(other.effect, abs=0.01)
+
+
+def test_an_archive_loses_no_run_to_another_output(output, tmp_path):
+    (path,) = archive(output, tmp_path / "histories")
+    before = path.read_bytes()
+    shutil.rmtree(next(output.glob("runs/*/fedavg*")))
+    with pytest.raises(ValueError, match=str(path)):
+        archive(output, tmp_path / "histories")
+    assert path.read_bytes() == before

@@ -1,0 +1,180 @@
+"""Runs of cells: scales, names and directories, what is executed, how they ended."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from experiment_fixtures import NOT_FINITE, leave_all, leave_run, options, recipe_of
+
+from keel.experiments.jobs import seeds_for
+from keel.experiments.recipe import load_recipe
+from keel.experiments.results import differing
+from keel.experiments.runs import Options, code_folder, history_in, last_round_read, run_of
+from keel.experiments.scale import SCALES, scaled
+
+PAPER = options()
+
+
+def test_scales_shrink_by_their_stated_factors():
+    keys = {"preset": "fedintr-table1-fmnist"}  # 100 rounds, 10 epochs, batches of 512
+    assert scaled(keys, "paper") == {}
+    assert scaled(keys, "hour") == {
+        **{"num-rounds": 20, "local-epochs": 2, "data-fraction": 0.25, "batch-size": 128},
+        **{"batches-per-epoch": 0, "min-samples": 2, "evaluate-every": 1},
+    }
+    batches = {"preset": "fedrcl-table1-cifar10"}  # 10 batches an epoch, in place of a batch size
+    assert [scaled(batches, s)["batches-per-epoch"] for s in ("hour", "minutes")] == [2, 1]
+    short = {"preset": "fedcka-table1-tiny-imagenet", "local-epochs": 1, "batch-size": 8}
+    minutes = scaled(short, "minutes")  # the floors hold
+    assert (minutes["num-rounds"], minutes["local-epochs"], minutes["batch-size"]) == (5, 1, 8)
+
+
+def test_no_more_rounds_are_evaluated_than_have_to_be():
+    keys = {"num-rounds": 1150, "num-clients": 4}  # 230 rounds: each 11th, and the last anyway
+    read_at = {(): 11, (1150,): 11, (500,): 10, (500, 1150): 10, (30, 500): 2}
+    for read, every in read_at.items():
+        assert scaled(keys, "hour", read)["evaluate-every"] == every
+
+
+def test_diagnostics_stay_as_many_in_a_scaled_run():
+    keys = {"num-rounds": 1000, "num-clients": 4, "diagnostics": "vci", "diagnostics-every": 50}
+    assert scaled(keys, "hour")["diagnostics-every"] == 10
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_round_that_a_cell_is_read_at_is_evaluated(scale):
+    how = options(scale=scale)
+    for name in ("fedintr-table-4", "fedrcl-table-2"):
+        for cell in load_recipe(name).cells:
+            run = run_of(cell, {}, 0, how, Path())
+            last = last_round_read(cell, run)
+            assert last == run.rounds or last % run.config.rounds.evaluate_every == 0
+            assert abs(last - cell.at * run.rounds / run.paper_rounds) <= 0.5
+
+
+def test_fedprocs_schedule_is_of_the_papers_rounds_and_shrinks_with_them():
+    cell = load_recipe("fedrcl-table-1").cell("FedProc", "CIFAR-10, alpha 0.05, 1000R")
+    for scale, changes, length in (
+        ("paper", {}, 1000),
+        ("paper", {"num-rounds": 200}, 1000),
+        ("day", {}, 500),
+    ):
+        run = run_of(cell, {}, 0, Options(scale, changes, [0], full_grid=False), Path())
+        assert run.config.flat["fedproc.schedule-rounds"] == length
+    shorter = options(changes={"num-rounds": 200})
+    run = run_of(cell, {}, 0, shorter, Path())
+    assert [key for key, *_ in differing(cell, {}, run)] == ["num-rounds"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "row", "scale", "every"),
+    [
+        ("fedreco-table-1", "FedAvg-FT", "paper", 501),
+        ("fedreco-table-1", "FedBABU", "hour", 100),
+        ("fedreco-table-1", "FedRep", "paper", 1),  # keeps its head: nothing is tuned
+        ("fedreco-figure-3a", "FedAvg-FT", "paper", 1),  # curves
+        ("fedreco-table-2", "FedBABU", "paper", 1),  # seconds to an accuracy
+    ],
+)
+def test_fine_tuning_is_evaluated_after_the_last_round_where_only_that_is_read(
+    recipe, row, scale, every
+):
+    (cell, *_) = [c for c in load_recipe(recipe).cells if c.row.name == row]
+    run = run_of(cell, {}, 0, options(scale=scale), Path())
+    assert run.config.rounds.evaluate_every == every
+    run = run_of(cell, {}, 0, options(scale=scale, changes={"evaluate-every": 10}), Path())
+    assert run.config.rounds.evaluate_every == 10
+
+
+def test_runs_of_one_setting_have_one_name_and_others_another():
+    table, figure = load_recipe("fedintr-table-1"), load_recipe("fedintr-figure-5")
+    cell = table.cell("FedAvg", "CIFAR-10")
+    a = run_of(cell, {}, 0, PAPER, Path())
+    assert a.name == run_of(figure.cell("FedAvg", "E = 10"), {}, 0, PAPER, Path()).name
+    assert a.name == run_of(cell, {"moon.mu": 0.3}, 0, PAPER, Path()).name  # not FedAvg's
+    other = [
+        run_of(cell, {}, 0, options(scale="hour"), Path()),
+        run_of(cell, {}, 1, PAPER, Path()),
+        run_of(cell, {}, 0, options(changes={"lr": 0.5}), Path()),
+    ]
+    assert len({a.name, *(run.name for run in other)}) == 4
+    fedintr = table.cell("FedIntR", "CIFAR-10")
+    ten = [run_of(fedintr, {"fedintr.mu": mu}, 0, PAPER, Path()).name for mu in (10, 10.0, 10.5)]
+    assert ten[0] == ten[1] != ten[2]
+
+
+def test_cache_and_device_are_part_of_a_run_where_seconds_are_read():
+    for name, number in (("fedcka-table-4", 3), ("fedcka-table-1", 1)):
+        cell = load_recipe(name).cells[0]
+        changes = ({}, {"cache-mb": 0}, {"device": "cuda"})
+        runs = [run_of(cell, {}, 0, replace(PAPER, changes=each), Path()) for each in changes]
+        assert len({run.name for run in runs}) == number
+
+
+def test_values_that_are_tried_leave_five_seeds_beside_the_one_that_chooses():
+    table = load_recipe("fedcka-table-2")
+    assert seeds_for(table, table.cells, full_grid=False) == [0, 1, 2]
+    assert seeds_for(table, table.cells, full_grid=True) == [0, 1, 2, 3, 4, 5]
+    plain = [cell for cell in table.cells if cell.row.name == "FedAvg"]
+    assert seeds_for(table, plain, full_grid=True) == [0, 1, 2]
+
+
+def test_runs_of_different_code_have_different_folders():
+    assert code_folder("sources 0123456789abcdef, torch 2.11.0") == "0123456789abcdef-torch-2.11.0"
+    assert code_folder() != code_folder("sources 0123456789abcdef, torch 2.11.0")
+
+
+def test_a_run_is_begun_with_the_keys_that_it_uses_and_resumed_from_a_checkpoint(tmp_path):
+    text = (
+        "config: {num-clients: 2, source: digits, fedprox.mu: 1, flip: true}\n"
+        "rows: {A: {method: fedavg}, B: {method: fedprox}}\n"
+    )
+    recipe = recipe_of(text)
+    a, b = (run_of(cell, {}, 0, PAPER, tmp_path / "code") for cell in recipe.cells)
+    common = ["num-clients=2", "source=digits"]
+    place = [f"output-dir={tmp_path / 'code'}"]
+    assert a.prepare() == [
+        *("run", *common, "flip=true", "method=fedavg", "seed=0", *place, f"run-name={a.name}")
+    ]
+    assert "fedprox.mu=1" in b.prepare()
+    leave_run(a, 0.5, status="running")
+    (a.directory / "checkpoints").mkdir()
+    (a.directory / "checkpoints" / "round-00001-0123456789abcdef.safetensors").touch()
+    a.note_failure("killed")
+    assert a.status == "failed"
+    assert a.prepare() == ["resume", str(a.directory)]
+    assert (a.status, a.reason) == ("", "")
+    shutil.rmtree(a.directory / "checkpoints")
+    assert a.prepare()[0] == "run"
+    assert not a.directory.exists()
+
+
+@pytest.mark.parametrize(
+    ("status", "found", "reason"),
+    [
+        ("finished", "finished", ""),
+        ("failed: no disk", "failed", "no disk"),
+        (NOT_FINITE, "diverged", ""),
+        ("stopped", "", ""),
+    ],
+)
+def test_how_a_run_ended(status, found, reason, tmp_path):
+    _, (run, *_) = leave_all(tmp_path, status=[status] * 6)
+    assert (run.status, run.reason, bool(run.failed_at)) == (found, reason, found == "failed")
+    assert run.is_done == (found in ("finished", "diverged"))
+
+
+@pytest.mark.parametrize("damage", ["lost", "twice", "changed"])
+def test_a_damaged_history_is_named(damage, tmp_path):
+    _, (run, *_) = leave_all(tmp_path)
+    path = run.directory / "history.jsonl"
+    first, second = path.read_text().splitlines(keepends=True)
+    path.write_text({"lost": second, "twice": first + first, "changed": first + second}[damage])
+    if damage == "changed":
+        manifest = json.loads((run.directory / "manifest.json").read_text())
+        manifest["files"] = {"history.jsonl": "another"}
+        (run.directory / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=str(path)):
+        history_in(run.directory)
