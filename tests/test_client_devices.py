@@ -46,7 +46,7 @@ def on_meta(monkeypatch):
 @pytest.mark.parametrize("method", METHODS)
 def test_training_and_the_personal_model_are_on_the_device(method):
     subject = subject_of(method)
-    config = subject.config(local_epochs=2, flip=True, clip_norm=5.0, weight_decay=0.1)
+    config = subject.config(local_epochs=1, flip=True, clip_norm=5.0, weight_decay=0.1)
     state = {}  # on the CPU, as read from a file
     for number in (1, 2):
         ctx = subject.round(config, number, state, 3)

@@ -1,18 +1,26 @@
 """The run directory: its format, and that neither a kill nor damage loses anything in silence."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from run_fixtures import assert_same_run, history_of, resume, same_bits
+from run_fixtures import (
+    NUM_CLIENTS,
+    SMALL,
+    assert_same_run,
+    history_of,
+    resume,
+    same_bits,
+    without_pictures,
+)
 
 import server_app.run
 import server_app.run_directory
 from protocol.config import resolve_config
+from protocol.options import OptionValue
+from server_app.inline import run_inline
 from server_app.manifest import begin_manifest
 from server_app.run_directory import Checkpoint, RunDirectory, new_run_directory
 from server_app.run_reader import (
@@ -198,13 +206,23 @@ def test_a_checkpoint_of_another_model_is_refused(directory):
 # --- a kill ----------------------------------------------------------------------------------
 
 
+THREE: dict[str, OptionValue] = {"method": "fedintr", "num-rounds": 3}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that is not killed."""
+    with without_pictures():
+        folder = tmp_path_factory.mktemp("whole")
+        return run_inline(SMALL | THREE | {"output-dir": str(folder)}, NUM_CLIENTS)
+
+
 @pytest.mark.parametrize("step", range(5))
 def test_a_run_that_is_killed_anywhere_in_a_round_resumes_to_the_same_bits(
-    run, tmp_path, monkeypatch, step: int
+    run, whole, tmp_path, monkeypatch, step: int
 ):
     """Before each of the four steps that write round 2 of 3, and before round 3."""
-    keys = {"method": "fedintr", "num-rounds": 3}
-    whole, steps = run(keys), list[str]()
+    steps = list[str]()
 
     def dying(function):
         def call(*arguments):
@@ -221,7 +239,7 @@ def test_a_run_that_is_killed_anywhere_in_a_round_resumes_to_the_same_bits(
         patch.setattr(server_app.run, "note_round", dying(server_app.run.note_round))
         patch.setattr(RunDirectory, "save_checkpoint", dying(RunDirectory.save_checkpoint))
         with pytest.raises(SystemExit):
-            run(keys | {"run-name": "killed"})
+            run(THREE | {"run-name": "killed"})
     assert steps[:4] == ["append_line", "append_line", "note_round", "save_checkpoint"]
     resumed = resume(tmp_path / "killed")
     assert_same_run(whole, resumed)
@@ -230,15 +248,9 @@ def test_a_run_that_is_killed_anywhere_in_a_round_resumes_to_the_same_bits(
     assert noted[1] == noted[0]
 
 
-def test_two_processes_cannot_open_one_directory(directory):
-    code = (
-        "import sys, pathlib; from server_app.run_directory import RunDirectory;"
-        "RunDirectory(pathlib.Path(sys.argv[1]))"
-    )
-    command = [sys.executable, "-c", code, str(directory.path)]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert found.returncode
-    assert f"ValueError: {directory.path}" in found.stderr
+def test_a_directory_that_is_open_is_not_opened_again(directory):
+    with pytest.raises(ValueError, match=str(directory.path)):
+        RunDirectory(directory.path)
 
 
 # --- names and ends --------------------------------------------------------------------------

@@ -67,7 +67,7 @@ LIMITS = [
 @pytest.mark.parametrize(("name", "form"), LIMITS)
 def test_at_its_limit_a_method_is_fedavg_to_the_bit(name, form, is_computed, monkeypatch):
     """Training leaves the penalty out there; computed, it changes only the norm that clips."""
-    keys = {"batch_size": 4, "local_epochs": 2}
+    keys = {"batch_size": 10, "local_epochs": 2}
     if is_computed:
         monkeypatch.setattr(client_app.objective, "is_at_limit", lambda objective: False)
     else:
