@@ -1,6 +1,7 @@
 """What all tests of a process share, and how it is put back after each of them."""
 
 import contextlib
+import gc
 import logging
 import os
 import random
@@ -86,5 +87,8 @@ def put_back() -> Iterator[None]:
     for (read, write), value in zip(SHARED, before, strict=True):
         if read() != value:
             write(value)
-    left = [each for each in threading.enumerate() if each not in threads and not each.daemon]
-    assert left == [], "threads are left behind"
+    for thread in threading.enumerate():
+        if thread not in threads and not thread.daemon:
+            gc.collect()  # of an executor that nobody has
+            thread.join(30)
+            assert not thread.is_alive(), f"{thread} is left behind"
