@@ -153,7 +153,7 @@ class FedReCo(Method):
 
         def f_i_and_distance(x: Tensor, y: Tensor, h_0: Tensor) -> dict[str, Tensor]:
             h = u_i(x)
-            return f_i(h, y) | {"penalty": self.lambda_ / 2 * self.distance(h, h_0)}
+            return f_i(h, y) | {"penalty": self.lambda_ / 2 * self._distance(h, h_0)}
 
         u_i.eval()  # eq. (6)
         head = fit(ctx, v_i, lambda b: (h_i(b), b.y), f_i, self.eta_v, k_v, stream="head")
@@ -172,7 +172,7 @@ class FedReCo(Method):
         state = {"model": copy_of(model)}
         return Update(privatise(g_i, ctx), num_steps, extractor.terms, state=state)
 
-    def distance(self, h: Tensor, h_0: Tensor) -> Tensor:
+    def _distance(self, h: Tensor, h_0: Tensor) -> Tensor:
         """H_i of one batch, eq. (5), a scalar: squared distance, summed over entries.
 
         h and h_0 [B, ...]: representations of the same samples under u_i and u_0, equally wide.
@@ -193,7 +193,7 @@ class FedReCo(Method):
             with torch.no_grad():
                 h = u_i(x)
             share = len(index) / len(plan.host_forms) if self.reduction == "mean" else 1.0
-            h_i = share * self.distance(h, u_0(x))
+            h_i = share * self._distance(h, u_0(x))
             part = torch.autograd.grad(h_i, list(parameters.values()), materialize_grads=True)
             g_i = [total + more for total, more in zip(g_i, part, strict=True)] if g_i else [*part]
         return dict(zip(parameters, g_i, strict=True))
