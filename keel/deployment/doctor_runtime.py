@@ -13,15 +13,13 @@ from tempfile import gettempdir
 from packaging.requirements import Requirement
 
 from keel.deployment.doctor import Finding, check, fine, problem, skipped
-from keel.deployment.superlink import PROGRAMS, check_programs, environment
 from protocol.code import code_digest
 from protocol.config import keel_home, project_file, resolve_config
 from protocol.text import labels_text, num_of
 
 GiB = 2**30
 MIN_DISK_BYTES = 2 * GiB  # a few models' checkpoints and decoded data
-MIN_MEMORY_BYTES = 2 * GiB  # Ray, a worker and a server with torch
-MIN_SHARED_MEMORY_BYTES = GiB // 4  # Ray's object store passes models through it
+MIN_SHARED_MEMORY_BYTES = GiB // 4
 WORKER_TIMEOUT_S = 10.0
 
 
@@ -55,10 +53,7 @@ def check_simulation() -> Iterator[Finding]:
     yield from check_device("auto")
     yield from check_disk(keel_home(), "set KEEL_HOME")
     yield from check_disk(Path(gettempdir()), "set TMPDIR")
-    yield from check_memory()
     yield from check_ray()
-    yield from check_entry_points()
-    yield from check_data_sets()
 
 
 def requirement_problem(required: Requirement) -> str:
@@ -214,31 +209,8 @@ def check_worker(path: Path | None) -> Iterator[Finding]:
 
 
 @check
-def check_memory() -> Iterator[Finding]:
-    """There is memory for a simulation, and shared memory for Ray."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():  # the system's own estimate counts the page cache as available
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    if free < MIN_MEMORY_BYTES:
-        yield problem(
-            f"memory: {free / GiB:.1f} GiB available, expected {MIN_MEMORY_BYTES / GiB:.0f}: end "
-            "other programs, or run with fewer simulation workers (--engine inline uses one)"
-        )
-    else:
-        yield fine(f"memory: {free / GiB:.1f} GiB available, {os.cpu_count()} CPU cores")
-    shared = Path("/dev/shm")
-    if shared.exists() and (size := shutil.disk_usage(shared).total) < MIN_SHARED_MEMORY_BYTES:
-        yield problem(
-            f"memory: /dev/shm has {size / 2**20:.0f} MiB, Ray needs "
-            f"{MIN_SHARED_MEMORY_BYTES / 2**20:.0f}: start the container with --shm-size=1g"
-        )
-
-
-@check
 def check_ray() -> Iterator[Finding]:
-    """Ray is installed, in the version that Flower's simulation requires."""
+    """Ray is installed, in the version that Flower requires, and has the shared memory it needs."""
     lines = map(Requirement, metadata.requires("flwr") or [])
     wanted = {"extra": "simulation"}
     required = [r for r in lines if r.name == "ray" and (not r.marker or r.marker.evaluate(wanted))]
@@ -251,26 +223,9 @@ def check_ray() -> Iterator[Finding]:
     else:
         cluster = os.environ.get("RAY_ADDRESS")
         yield fine(f"Ray {metadata.version('ray')}" + (f", cluster {cluster}" if cluster else ""))
-
-
-@check
-def check_entry_points() -> Iterator[Finding]:
-    """Flower's programs, which a run starts, are found."""
-    check_programs(environment(None)["PATH"])
-    yield fine(f"entry points: {', '.join(PROGRAMS[:3])}, ...")
-
-
-@check
-def check_data_sets() -> Iterator[Finding]:
-    """The size of Keel's directories, and the data sets that are downloaded or decoded there."""
-    home = keel_home()
-    sizes = {
-        name: sum(p.stat().st_size for p in (home / name).rglob("*") if p.is_file())
-        for name in ("data", "cache", "runs")
-    }
-    used = ", ".join(f"{name} {size / GiB:.1f} GiB" for name, size in sizes.items())
-    yield fine(f"caches: {used} in {home}")
-    names = {path.name.rpartition("-")[0] for path in (home / "cache").glob("*-*")}  # less digest
-    names |= {path.name for path in (home / "data").glob("*")}
-    here = ", ".join(sorted(names)) or "none"
-    yield fine(f"data sets downloaded or decoded: {here}; `keel datasets` lists all")
+    shared = Path("/dev/shm")  # through which Ray's object store passes models
+    if shared.exists() and (size := shutil.disk_usage(shared).total) < MIN_SHARED_MEMORY_BYTES:
+        yield problem(
+            f"Ray needs {MIN_SHARED_MEMORY_BYTES / 2**20:.0f} MiB of shared memory, /dev/shm has "
+            f"{size / 2**20:.0f}: start the container with --shm-size=1g"
+        )

@@ -156,7 +156,7 @@ class Loopback:
         return environment(home / "flwr") | {"KEEL_HOME": str(home / "keel")} | own
 
     def start_server(self) -> None:
-        """Start SuperLink and ServerApp executor; return once the SuperLink answers."""
+        """Start SuperLink and ServerApp executor; `register` waits for them."""
         home, own = self.root / "server", self.credentials / "server"
         home.mkdir(parents=True, exist_ok=True)
         env, ca = self.environment("server"), str(own / "ca.pem")
@@ -174,19 +174,6 @@ class Loopback:
         env = env | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "1"}
         executor = self.executor_command("server", self.http_port, "--root-certificates", ca)
         self.start("serverapp-executor", "server", executor, env)
-        for address in (f"127.0.0.1:{self.http_port}", f"{self.host}:{self.fleet_port}"):
-            self.wait_for_server(address)
-
-    def wait_for_server(self, address: str) -> None:
-        """Return once the SuperLink answers there over TLS; TimeoutError if it does not."""
-        command = [*self.prefixes.get("server", ()), sys.executable, "-m", "keel.deployment.reach"]
-        command += [address, str(self.credentials / "server" / "ca.pem")]
-        deadline = time.monotonic() + start_timeout_s
-        while subprocess.run(command, cwd=app_folder, capture_output=True, check=False).returncode:
-            if time.monotonic() > deadline:
-                log = self.log_file("superlink").read_text()[-2000:]
-                raise TimeoutError(f"no SuperLink answers at {address}: {log}")
-            time.sleep(0.2)
 
     def register(self) -> None:
         """Register the clients' keys and record their names, as the administrator does."""
@@ -196,7 +183,8 @@ class Loopback:
         command += [str(self.credentials / name / f"{name}.pub") for name in self.clients]
         done = captured(command, self.environment("server"))
         if done.returncode:
-            raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}")
+            log = self.log_file("superlink").read_text()[-2000:]
+            raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}{log}")
 
     def start_client(self, name: str, node_config: Mapping[str, OptionValue]) -> None:
         """Start SuperNode, executor and resident worker of one client."""

@@ -34,8 +34,6 @@ app_packages = (
     "server_app",
     "strategies",
 )
-# Flower's, which a simulation starts
-PROGRAMS = ("flwr", "flower-superlink", "flower-superexec", "flwr-serverapp", "flwr-simulation")
 
 
 def toml(value: OptionValue) -> str:
@@ -96,7 +94,7 @@ class SuperLinkClient:
         network namespace.
         """
         self.prefix, self.environment = list(prefix), environment(flwr_home)
-        check_programs(self.environment["PATH"], PROGRAMS[:1])
+        check_command_line(self.environment["PATH"])
         self.connection = connection if flwr_home else address
         if flwr_home:
             security = (
@@ -199,16 +197,15 @@ def environment(flwr_home: Path | None) -> dict[str, str]:
     }
 
 
-def check_programs(path: str, names: Sequence[str] = PROGRAMS) -> None:
-    """ValueError, with what to do, if one of these programs is not in `path`, a PATH."""
-    missing = [name for name in names if shutil.which(name, path=path) is None]
-    if missing:  # pip put them elsewhere, for example
+def check_command_line(path: str) -> None:
+    """ValueError, with what to do, if `flwr` is not in `path`, a PATH."""
+    if shutil.which("flwr", path=path) is None:  # pip put it elsewhere, for example
         project = tomllib.loads(project_file().read_text())["project"]
         flwr = next(name for name in project["dependencies"] if name.startswith("flwr"))
         raise ValueError(
-            f"Flower's {', '.join(missing)} not found in {Path(sys.executable).parent} or PATH: "
-            "run Keel in the environment that Flower is installed in (source .venv/bin/activate), "
-            f"or repair it: {sys.executable} -m pip install --force-reinstall --no-deps '{flwr}'"
+            f"Flower's flwr not found in {Path(sys.executable).parent} or PATH: run Keel in the "
+            "environment that Flower is installed in (source .venv/bin/activate), or repair it: "
+            f"{sys.executable} -m pip install --force-reinstall --no-deps '{flwr}'"
         )
 
 

@@ -1,7 +1,6 @@
 """The commands of docs/how-to/deployment.md that back up and restore, as they are written there.
 
 `docker` here runs a container's command on this machine, with a directory in place of its volume.
-tests/deployment/test_containers.py runs the same with Docker.
 """
 
 import os

@@ -24,7 +24,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from deployment_fixtures import documented_commands
 from run_fixtures import wait_until
 from sklearn.datasets import load_digits
 
@@ -411,35 +410,6 @@ def test_containers_run_unprivileged_and_hold_no_secret(deployed, docker, image)
     assert machines[clients[0]].within("executor", user).strip() == "10001"
     found = sh("docker", "run", "--rm", image, "find", "/app", "-name", "*.key", env=docker)
     assert found.strip() == ""
-
-
-def test_the_documented_commands_back_up_and_restore_volumes(docker, image, tmp_path):
-    """With their owner and modes, also into a volume that is not there any more."""
-    for name in ("ca", "server"):
-        (tmp_path / "credentials" / name).mkdir(parents=True)
-    (tmp_path / "make").write_text("#!/bin/sh\n")
-    (tmp_path / "make").chmod(0o755)
-    env = docker | {"PATH": f"{tmp_path}{os.pathsep}{docker['PATH']}"}
-    volumes = [f"keel-server_{name}" for name in ("superlink", "registry", "runs")]
-
-    def within(volume, script):
-        words = ["docker", "run", "--rm", "--network", "none", "--user", "10001"]
-        return sh(*words, "-v", f"{volume}:/state", image, "sh", "-c", script, env=docker)
-
-    look = "cd /state && find . -exec stat -c '%n %a %u %g' {} + | sort && cat superlink.db"
-    try:
-        for volume in volumes:
-            within(volume, "umask 077; mkdir -p /state/keel/runs; echo old > /state/superlink.db")
-        before = [within(volume, look) for volume in volumes]
-        assert ". 1777 0 0" in before[0]
-        assert "./superlink.db 600 10001 10001" in before[0]
-        assert sh("sh", "-c", documented_commands("NOT BACKED UP"), cwd=tmp_path, env=env) == ""
-        within(volumes[0], "echo new > /state/superlink.db; touch /state/new")
-        sh("docker", "volume", "rm", volumes[1], env=docker)
-        assert sh("sh", "-c", documented_commands("NOT RESTORED"), cwd=tmp_path, env=env) == ""
-        assert [within(volume, look) for volume in volumes] == before
-    finally:
-        sh("docker", "volume", "rm", "--force", *volumes, env=docker)
 
 
 def test_the_size_of_the_image(docker, image, capsys):

