@@ -15,7 +15,7 @@ export RAY_worker_niceness = 0
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION = 1
 export FLWR_TELEMETRY_ENABLED ?= 0
 
-.PHONY: help env demo check test test-all test-slow test-deployment test-cluster coverage bench bench-gpu docs \
+.PHONY: help env demo check test test-all test-slow test-deployment test-cluster coverage docs \
   image register deploy-server deploy-client end-server end-client clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /: /'
@@ -65,13 +65,7 @@ coverage: $(READY)  ## line coverage of client_app, strategies and server_app; f
 	@$(BIN)/python -m coverage report
 	@echo 'Under 90 %:'; $(BIN)/python -m coverage report | awk '/\.py/ && $$NF + 0 < 90 {print "  " $$1, $$NF}'
 
-# --- benchmarks and documentation ------------------------------------------------------------
-bench: $(READY)  ## speed, as ratios against bare loops and FedAvg: bench.json, bench.md
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tools.bench
-
-bench-gpu: $(READY)  ## recorded steps over eager ones on a GPU: bench-gpu.json, bench-gpu.md
-	$(BIN)/python -m tools.bench gpu --out bench-gpu
-
+# --- documentation ---------------------------------------------------------------------------
 docs: $(READY)  ## the documentation as a site, in build/site
 	@$(BIN)/python -c 'import mkdocs, mkdocstrings_handlers.python, l2m4m' 2>/dev/null \
 	  || $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'

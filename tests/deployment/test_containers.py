@@ -250,9 +250,9 @@ class Compose:
         return self("exec", "-T", service, "python", "-c", code)
 
 
-history = (
+READ = (
     "from pathlib import Path; print(*(p.read_text() for p in "
-    "Path('/state/keel/runs').glob('*/history.jsonl')), sep='')"
+    "Path('/state/keel/runs').glob('*/{}.jsonl')), sep='')"
 )
 
 
@@ -286,8 +286,8 @@ def test_digits_are_trained_to_the_end_and_a_killed_client_comes_back(deployed):
         }
     )
 
-    def lines():
-        found = machines["server"].within("serverapp", history)
+    def lines(name="history"):
+        found = machines["server"].within("serverapp", READ.format(name))
         return [json.loads(line) for line in found.split("\n") if line]
 
     deadline = time.monotonic() + run_limit_s
@@ -301,7 +301,7 @@ def test_digits_are_trained_to_the_end_and_a_killed_client_comes_back(deployed):
     assert superlink.wait(run_id, run_limit_s) == "finished:completed"
     rows = lines()
     assert [row["round"] for row in rows] == list(range(1, 13))
-    assert "client-0001" in rows[-1]["participants"]
+    assert "client-0001" in lines("clients")[-1]["participants"]
     state = machines[clients[1]].within(
         "worker",
         "from pathlib import Path; print(*Path('/state/keel/clients').rglob('*/client-0001/*'))",
