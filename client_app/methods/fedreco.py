@@ -167,7 +167,7 @@ class FedReCo(Method):
             k_u,
             stream="extractor",
         )
-        g_i = self.consensus_gradient(ctx, u_i.eval(), u_0.requires_grad_(True))  # line 18
+        g_i = self._consensus_gradient(ctx, u_i.eval(), u_0.requires_grad_(True))  # line 18
         num_steps = head.num_steps + extractor.num_steps
         state = {"model": copy_of(model)}
         return Update(privatise(g_i, ctx), num_steps, extractor.terms, state=state)
@@ -180,7 +180,7 @@ class FedReCo(Method):
         of_samples = (h.flatten(1) - h_0.flatten(1)).square().sum(1)  # [B]
         return of_samples.mean() if self.reduction == "mean" else of_samples.sum()
 
-    def consensus_gradient(self, ctx: RoundContext, u_i: Extractor, u_0: Extractor) -> Arrays:
+    def _consensus_gradient(self, ctx: RoundContext, u_i: Extractor, u_0: Extractor) -> Arrays:
         """g_i: the gradient of H_i with respect to u_0, by parameter name; u_i is a constant.
 
         Of one batch, or of all samples, a batch at a time. Zeros for a parameter that u_0 does not
