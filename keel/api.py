@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from keel.runs import SavedRun, find_run
 from protocol.code import is_installed
 from protocol.config import default_config, keel_version
-from protocol.options import CommandOptionError, OptionValue
+from protocol.options import CommandOptionError, ConfigError, OptionValue
 from server_app.run_reader import STARTING
 
 if TYPE_CHECKING:
@@ -142,39 +142,16 @@ def run(
     from keel.job import Engine, EngineOptions
     from keel.own_objects import with_specs
 
-    if not isinstance(config, Mapping | None):
-        raise ValueError(
-            f"config = {config!r}: expected a dict of keys, such as {{'method': 'fedavg'}}"
-        )
-    overrides = dict(config or {})
-    if odd := [key for key in overrides if not isinstance(key, str)]:
-        raise ValueError(f"config key = {odd[0]!r}: expected a string, such as 'method'")
-    known = default_config().keys()
-    for name, value in keys.items():
-        key = name.replace("_", "-")
-        key = key if key in known else name  # as it was written, for the error
-        if key in overrides:
-            raise ValueError(f"{key} is set twice")
-        overrides[key] = value
-    overrides, own = with_specs({key: _plain(value) for key, value in overrides.items()})
+    overrides, own = with_specs(_merged(config, keys))
     if engine not in ("inline", "flower"):
         raise ValueError(
             f"engine = {engine!r}: expected inline or flower; `keel run` offers deployment"
         )
-    clients = _plain(clients)
-    if clients is not None and (type(clients) is not int or clients < 1):
-        raise ValueError(f"clients = {clients!r}: expected a whole number >= 1")
-    shares = {
-        "cpus_per_client": _plain(cpus_per_client),
-        "gpus_per_client": _plain(gpus_per_client),
-    }
-    for name, value in shares.items():
-        if type(value) not in (int, float, type(None)):
-            raise ValueError(f"{name} = {value!r}: expected a number")
-    if not isinstance(ray, str | None):
-        raise ValueError(f"ray = {ray!r}: expected a string, HOST:PORT of a Ray cluster")
     try:
-        options = EngineOptions(Engine(engine), clients, **shares, ray=ray)
+        options = EngineOptions(
+            Engine(engine), _plain(clients), _plain(cpus_per_client), _plain(gpus_per_client),
+            ray=ray,
+        )  # fmt: skip
         saved = run_on_engine(overrides, options, quiet, own=own)
     except CommandOptionError as error:
         raise ValueError(f"{error.name} {error.fault}") from None
@@ -202,6 +179,24 @@ def load_model(run: "str | Path | Run", client: str = "") -> "TrainedModel":
     if isinstance(run, Run):
         run = run.directory
     return load(find_run(run).directory, client)
+
+
+def _merged(config: Mapping[str, Any] | None, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of both; ValueError for one that is set twice or is no text."""
+    if not isinstance(config, Mapping | None):
+        raise ValueError(
+            f"config = {config!r}: expected a dict of keys, such as {{'method': 'fedavg'}}"
+        )
+    merged, known = dict(config or {}), default_config().keys()
+    if odd := [key for key in merged if not isinstance(key, str)]:
+        raise ValueError(f"config key = {odd[0]!r}: expected a string, such as 'method'")
+    for name, value in keys.items():
+        key = name.replace("_", "-")
+        key = key if key in known else name  # as it was written, for the error
+        if key in merged:
+            raise ConfigError(key, f"{key} is set twice")
+        merged[key] = value
+    return {key: _plain(value) for key, value in merged.items()}
 
 
 def _plain(value: Any) -> Any:

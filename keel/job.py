@@ -8,11 +8,13 @@ from pathlib import Path
 
 from keel.runs import SavedRun
 from protocol.config import RunConfig
-from protocol.options import CommandOptionError, OptionValue
+from protocol.options import CommandOptionError, OptionValue, type_names
 from protocol.processes import num_cores
 from protocol.ray_nodes import Node, check_gpus
 
 Engine = StrEnum("Engine", ["inline", "flower", "deployment"])  # what executes a run
+
+OPTION_TYPES = {"clients": int, "cpus_per_client": float, "gpus_per_client": float, "ray": str}
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,14 @@ class EngineOptions:
     ray: str | None = None  # HOST:PORT of a Ray cluster
 
     def __post_init__(self) -> None:
+        for name, kind in OPTION_TYPES.items():
+            value = getattr(self, name)
+            if (
+                value is not None
+                and type(value) is not kind
+                and (type(value), kind) != (int, float)
+            ):
+                raise CommandOptionError(name, f"= {value!r}: expected {type_names[kind]}")
         other_engine = f"needs the flower engine; this is the {self.engine} engine"
         for name in ("cpus_per_client", "gpus_per_client", "ray"):
             if getattr(self, name) is not None and self.engine is not Engine.flower:
