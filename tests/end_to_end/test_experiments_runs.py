@@ -15,7 +15,7 @@ from run_fixtures import final_model, history_of, same_bits, summary_of, wait_un
 from keel.cli.main import main as keel
 from keel.experiments import runner
 from keel.experiments.report import write_report
-from keel.runs import is_locked, lock_holder
+from keel.runs import holders, is_locked
 from server_app.inline import run_inline
 
 pytestmark = pytest.mark.timeout(900)
@@ -68,7 +68,7 @@ def rounds_in(output: Path) -> int:
 def process_of(output: Path, rounds: int) -> int:
     """The process of the one run under way, once so many rounds are done in all."""
     wait_until(lambda: rounds_in(output) >= rounds, wait_s)
-    (pid,) = filter(None, (lock_holder(lock) for lock in output.glob("runs/*/*/.lock")))
+    (pid,) = (pid for lock in output.glob("runs/*/*/.lock") for pid in holders(lock))
     return pid
 
 
