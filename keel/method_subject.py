@@ -9,7 +9,7 @@ from torch import Tensor
 
 from client_app.handlers import check_released
 from client_app.method import Method, Update
-from client_app.methods import method_of
+from client_app.methods import method_class, method_of
 from client_app.process_cache import ProcessCache
 from client_app.round import RoundContext
 from client_app.setup import dataset_spec_of, model_for, open_source
@@ -17,6 +17,7 @@ from protocol.arrays import DTYPES, Arrays
 from protocol.config import RunConfig, resolve_config
 from protocol.messages import TrainRequest
 from protocol.options import OptionValue
+from protocol.own_code import is_spec
 from server_app.inline import run_inline
 from strategies import strategy_for
 from strategies.cohort import name_of
@@ -70,6 +71,11 @@ class Subject:
             "device": "cpu",
         }
         return fixed | {name.replace("_", "-"): value for name, value in keys.items()}
+
+    @property
+    def method_class(self) -> type[Method]:
+        """The method's class. ValueError, one line, if there is none."""
+        return method_class(self.name) if not is_spec(self.name) else self.config().method_class
 
     def config(self, **keys: OptionValue) -> RunConfig:
         """The config of a small run."""

@@ -294,6 +294,11 @@ def with_own_options(config: RunConfig, overrides: Mapping[str, OptionValue]) ->
     return replace(config, flat={**config.flat, **options, **given, "method-options": ""})
 
 
+def names_taken() -> set[str]:
+    """The names of Keel's methods, server optimizers and config keys, which share the tables."""
+    return {key.partition(".")[0] for key in default_config()} | {*method_names()}
+
+
 def own_options(method: Own) -> FlatConfig:
     """The keys of an own method's options with their defaults; loads its class.
 
@@ -301,7 +306,7 @@ def own_options(method: Own) -> FlatConfig:
     """
     table = table_of(method.spec)
     what = f"method = {method.spec!r}"
-    if table in {key.partition(".")[0] for key in default_config()} | {*method_names()}:
+    if table in names_taken():
         raise ConfigError("method", f"{what}: Keel has a {table!r}: rename {method.name}")
     try:
         value = method.value

@@ -10,6 +10,7 @@ from keel.interrupts import uninterrupted
 from protocol.catalogue import method_names
 from protocol.config import refuse_unknown
 from protocol.models import MODELS
+from protocol.own_code import is_spec
 
 
 def check_method(
@@ -18,10 +19,12 @@ def check_method(
 ) -> int:
     """Check a method: options, gradients, state, determinism, resuming, flags.
 
+    NAME is a method's, or where your own is: mine.py:FedPull, my_package.pull:FedPull.
     Prints one line per check and exits with 1 if any fails. Takes a few seconds, or minutes
     with a large network. A method that needs BatchNorm is checked with `--model resnet20`.
     """
-    refuse_unknown("method", name, list(method_names()))
+    if not is_spec(name):
+        refuse_unknown("method", name, list(method_names()))
     refuse_unknown("model", model, list(MODELS))
     with uninterrupted():
         from keel.method_checks import check_method as results

@@ -48,7 +48,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "experiments": ("experiments", TOOLS, "Run, report and verify the papers' tables and figures."),
     "deploy": ("deploy", TOOLS, "Credentials, registration and a local deployment."),
     "doctor": ("doctor", TOOLS, "Check a machine and its deployment."),
-    "new-method": ("new_method", OWN, "Write the files of a new method."),
+    "new-method": ("new_method", OWN, "Write the file of a new method."),
     "check-method": ("check_method", OWN, "Check a method against the contract."),
 }
 

@@ -1,91 +1,70 @@
-"""keel new-method writes files that pass the checks, and nothing where it refuses."""
+"""keel new-method writes a file that runs, and nothing where it refuses."""
 
 import os
 import shutil
 import subprocess
 import sys
-import tomllib
 
 import pytest
 from source_fixtures import copy_keel
 
-from keel.cli import new_method
+from client_app.methods import method_of
 from keel.cli.main import main
-from keel.cli.new_method import named, with_table
+from keel.cli.new_method import method_text, placeholders
+from protocol.config import resolve_config
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_source_takes_the_place_of_its_placeholders():
+    without = method_text("FedPull")
+    assert placeholders()
+    assert all(each in without for each in placeholders())
+    text = method_text("FedPull", paper="Ada et al. 1843 (FedPull)")
+    assert text.count("Ada et al. 1843 (FedPull)") == 2
+    assert "<" not in text
+
+
+@pytest.mark.parametrize("words", [[], ["--server-half"]])
+def test_the_file_is_a_method_in_the_form_of_the_linter(here, words, printed):
+    lines = printed("new-method", "FedPull", *words).splitlines()
+    assert [path.name for path in here.iterdir()] == ["fedpull.py"]
+    assert "  keel check-method fedpull.py:FedPull" in lines
+    config = resolve_config({"method": "fedpull.py:FedPull", "fedpull.mu": 0.3})
+    assert method_of(config).mu == 0.3
+    assert method_of(config).has_own_server_half == bool(words)
+    for command in (
+        ["check", "--isolated"],
+        ["format", "--isolated", "--line-length=100", "--diff"],
+    ):
+        lint = [sys.executable, "-m", "ruff", *command, "fedpull.py"]
+        done = subprocess.run(lint, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", ["FedProx", "FedAvgM", "Privacy", "fedpull", "Fed-Pull", "../X"])
+def test_taken_and_bad_names_are_refused_and_nothing_is_written(here, name, capsys):
+    assert main(["new-method", name]) == 2
+    assert main(["new-method", "FedPull", "--paper", 'say "x"']) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+    assert list(here.iterdir()) == []
+
+
+def test_a_file_is_not_overwritten(here, capsys):
+    (here / "fedpull.py").write_text("mine")
+    assert main(["new-method", "FedPull"]) == 2
+    assert "fedpull.py exists" in capsys.readouterr().err
+    assert (here / "fedpull.py").read_text() == "mine"
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A copy of Keel to write methods in."""
-    copy = copy_keel(tmp_path_factory.mktemp("checkout"))
-    (copy / "tests").mkdir()
-    return copy
-
-
-def test_the_source_takes_the_place_of_its_placeholders():
-    [path] = [p for p in new_method.method_files("fedpull", False) if p.parent.name == "methods"
-              and p.parent.parent.name == "client_app"]  # fmt: skip
-    without = new_method.method_files("fedpull", False)[path]
-    assert all(each in without for each in new_method.placeholders())
-    text = new_method.method_files("fedpull", False, "Ada et al. 1843 (FedPull)")[path]
-    assert 'paper: ClassVar[str] = "Ada et al. 1843 (FedPull)"' in text
-    assert "Source: Ada et al. 1843 (FedPull). Equation numbers" in text
-    assert "<" not in text
-    with pytest.raises(ValueError, match=r"--paper .*expected at most 60 characters"):
-        new_method.method_files("fedpull", False, 'say "x"')
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *["fedprox", "fedavgm", "privacy", "average", "server-optimizers"],
-        *["Fed", "fed_pull", "1fed", "class", "fed-", "../x"],
-    ],
-)
-def test_taken_and_bad_names_are_refused_and_nothing_is_written(
-    checkout, name, monkeypatch, capsys
-):
-    monkeypatch.setattr(new_method, "app_folder", checkout)
-    before = {path: path.stat().st_mtime_ns for path in checkout.rglob("*.py")}
-    config = (checkout / "pyproject.toml").read_bytes()
-    assert main(["new-method", name]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-    assert (checkout / "pyproject.toml").read_bytes() == config
-    assert {path: path.stat().st_mtime_ns for path in checkout.rglob("*.py")} == before
-
-
-@pytest.mark.parametrize("end", ["", "\n", "\n\n"])
-def test_a_table_at_the_end_of_the_file_is_followed_by_the_new_one(end):
-    before = f"[tool.flwr.app.config]\na = 1\n\n[tool.flwr.app.config.feddyn]\nalpha = 0.1{end}"
-    table = new_method.named(new_method.TABLE, "fed-pull")
-    found = tomllib.loads(new_method.with_table(before, table))["tool"]["flwr"]["app"]["config"]
-    assert found == {"a": 1, "feddyn": {"alpha": 0.1}, "fed-pull": {"mu": 0.1}}
-
-
-def test_a_word_of_python_is_refused_as_such(refusal):
-    line = "error: 'class' is a keyword of Python: choose another name, such as fed-class\n"
-    assert refusal("new-method", "class") == line
-    assert "expected a lower-case letter, then" in refusal("new-method", "1fed")
-
-
-def test_a_wheel_is_no_place_for_new_methods(monkeypatch, tmp_path):
-    monkeypatch.setattr(new_method, "app_folder", tmp_path)
-    with pytest.raises(ValueError, match="not a checkout"):
-        new_method.method_files("fedpull", False)
-
-
-def test_names_of_files_and_classes():
-    template = "FedNew fednew fed-new"
-    assert named(template, "fedpull") == "FedPull fedpull fedpull"
-    assert named(template, "pull-hard") == "PullHard pull_hard pull-hard"
-
-
-def test_the_table_follows_the_last_one():
-    text = "[tool.x]\na = 1\n\n[tool.flwr.app.config.last]\nb = 2\n\n# ---\n[tool.ruff]\nc = 3\n"
-    changed = with_table(text, "\n[tool.flwr.app.config.new]\nd = 4\n")
-    config = tomllib.loads(changed)["tool"]
-    assert config["flwr"]["app"]["config"] == {"last": {"b": 2}, "new": {"d": 4}}
-    assert config["ruff"] == {"c": 3}
+    """A copy of Keel to write a method of Keel's in."""
+    return copy_keel(tmp_path_factory.mktemp("checkout"))
 
 
 @pytest.mark.parametrize(
@@ -119,13 +98,3 @@ def test_a_method_whose_file_is_broken_stops_no_other(checkout, folder, use):
     assert found.returncode == 1
     assert found.stdout.startswith("Scaffold")
     assert f"{folder}/broken.py:1: " in found.stderr
-
-
-def test_it_says_where_the_files_are_and_what_is_next(checkout, monkeypatch, printed, tmp_path):
-    monkeypatch.setattr(new_method, "app_folder", checkout)
-    monkeypatch.chdir(tmp_path)
-    lines = printed("new-method", "fed-where").splitlines()
-    assert lines[0] == str(checkout / "client_app" / "methods" / "fed_where.py")
-    assert lines[-1].endswith("`keel check-method fed-where`")
-    monkeypatch.chdir(checkout)
-    assert printed("new-method", "fed-here").startswith("client_app/methods/fed_here.py\n")

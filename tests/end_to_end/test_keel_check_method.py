@@ -1,41 +1,10 @@
-"""All of `keel check-method` on a sound method, and its resume in another process."""
+"""All of `keel check-method` on sound methods, and its resume in another process."""
 
-import os
-import subprocess
-import sys
+import pytest
 
-from source_fixtures import copy_keel
-
-CLIENT_HALF = """
-from dataclasses import dataclass
-from typing import ClassVar
-
-from client_app.objective import LocalObjective
-
-
-@dataclass(frozen=True)
-class Summing(LocalObjective):
-    has_own_server_half: ClassVar[bool] = True
-"""
-SERVER_HALF = """
-from strategies.average import Average
-
-
-class SummingServer(Average):
-    def next_arrays(self, current, replies):
-        mean = super().next_arrays(current, replies)
-        total = sum(mean[name].sum() for name in set(mean))
-        return {name: array + total / 100 for name, array in mean.items()}
-"""
-CHECK = """
-import sys
-from pathlib import Path
-
+from keel.cli.main import main
 from keel.method_checks import resume_is_exact
-from keel.method_subject import Subject
-
-resume_is_exact(Subject("summing", Path(sys.argv[1])))
-"""
+from keel.method_subject import CheckFailed, Subject
 
 
 def test_a_sound_method_passes_all(printed):
@@ -44,20 +13,43 @@ def test_a_sound_method_passes_all(printed):
     assert all(line.startswith("pass") for line in lines[:-1])
 
 
-def test_a_sum_in_the_order_of_a_set_differs_after_resuming(tmp_path):
-    """Within one process a set of names has one order."""
-    copy = copy_keel(tmp_path / "copy")
-    (copy / "client_app/methods/summing.py").write_text(CLIENT_HALF)
-    (copy / "strategies/summing.py").write_text(SERVER_HALF)
-    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONHASHSEED": "7"}
-    environment["KEEL_HOME"] = str(tmp_path / "home")
-    (tmp_path / "runs").mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", CHECK, str(tmp_path / "runs")],
-        cwd=copy,
-        env=environment,
-        capture_output=True,
-        text=True,
+def test_an_own_method_is_checked_where_it_is(tmp_path, monkeypatch, printed, capsys):
+    monkeypatch.chdir(tmp_path)
+    printed("new-method", "FedPull", "--server-half", "--paper", "Ada et al. 1843")
+    lines = printed("check-method", "fedpull.py:FedPull").splitlines()
+    assert lines[-1] == "fedpull.py:FedPull: all checks pass"
+    text = (tmp_path / "fedpull.py").read_text()
+    (tmp_path / "fedpull.py").write_text(
+        text.replace("def next_arrays(self, current, ", "def next_arrays(self, ")
     )
-    assert "CheckFailed" in done.stderr
-    assert "differs after resuming in another process, in which sets of names" in done.stderr
+    assert main(["check-method", "fedpull.py:FedPull"]) == 1
+    [line, _] = capsys.readouterr().out.splitlines()
+    assert line.startswith("FAIL  both halves")
+    assert "FedPullServer.next_arrays (" in line
+
+
+SUMMING = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+import keel
+
+
+class Server(keel.ServerHalf):
+    def next_arrays(self, current, replies):
+        mean = super().next_arrays(current, replies)
+        total = sum(mean[name].sum() for name in set(mean))
+        return {name: array + total / 100 for name, array in mean.items()}
+
+
+@dataclass(frozen=True)
+class Summing(keel.LocalObjective):
+    server_half: ClassVar[type] = Server
+"""
+
+
+def test_a_sum_in_the_order_of_a_set_differs_after_resuming(tmp_path, monkeypatch):
+    """Within one process a set of names has one order."""
+    (tmp_path / "summing.py").write_text(SUMMING)
+    with pytest.raises(CheckFailed, match="differs after resuming in another process, in which se"):
+        resume_is_exact(Subject(f"{tmp_path / 'summing.py'}:Summing", tmp_path))
