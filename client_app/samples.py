@@ -18,7 +18,8 @@ from client_app.gpu_errors import is_out_of_memory
 from data.augment import draw_degrees, draw_flips, draw_offsets, rotate, shift
 from protocol.config_keys import DataConfig, TrainConfig
 
-evaluation_batch = 500
+evaluation_batch = 500  # of images of up to 64 x 64 pixels; fewer of larger ones
+evaluation_pixels = evaluation_batch * 64 * 64
 
 Draws = tuple[Tensor, Tensor | None, Tensor | None]  # of a step: forms, shifts, degrees
 Labelled = tuple[Tensor, Tensor]  # x and y of a step
@@ -228,7 +229,8 @@ class Samples:
 
         Batches that do not fit into the GPU's memory are halved: `batch-size` is of training only.
         """
-        start, size = 0, evaluation_batch
+        height, width = self.images.shape[2:]
+        start, size = 0, max(1, min(evaluation_batch, evaluation_pixels // (height * width)))
         while start < len(self):
             size = min(size, len(self) - start)
             try:

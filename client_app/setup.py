@@ -57,16 +57,17 @@ def open_site(
 ) -> Source:
     """A site's own data, memory-mapped. classes: of its node config. window: the run's.
 
-    shape: (channels, pixels, pixels) to which its images are converted; None: as in the config.
+    shape: (channels, height, width) to which its images are converted; None: as in the config.
     """
     reading = reading_of(config, classes, window)
     if shape:
-        channels, size, _ = shape
-        if channels not in (1, 3) or size not in IMAGE_SIZES:  # before images are decoded to it
+        channels, *size = shape
+        if channels not in (1, 3) or not {*size} <= {*IMAGE_SIZES}:  # before images are decoded
             raise ValueError(
-                f"the run's images are {list(shape)}: expected 1 or 3 channels, 28 to 64 pixels"
+                f"the run's images are {list(shape)}: expected 1 or 3 channels, "
+                f"{IMAGE_SIZES[0]} to {IMAGE_SIZES[-1]} pixels a side"
             )
-        reading = replace(reading, channels=channels, image_size=size)
+        reading = replace(reading, channels=channels, image_size=(shape[1], shape[2]))
     return _open(config, spec, reading)
 
 
@@ -75,7 +76,7 @@ def reading_of(config: RunConfig, classes: str, window: Window | None) -> Readin
     refuse_unknown("model", config.model.model, [*MODELS, *config.own])  # a server may send any
     data, expected = config.data, model_spec(config.model.model)
     return Reading(
-        image_size=data.image_size or expected.image_size,
+        image_size=config.image_size,
         channels=data.channels or expected.channels,
         window=window,
         classes=classes,
@@ -175,14 +176,9 @@ def build_network(
 ) -> StagedModel:
     """The run's network (or `name`) with the parts its method adds.
 
-    shape: (channels, pixels, pixels). Weights from `seed`, or from the run's. On the CPU, in
+    shape: (channels, height, width). Weights from `seed`, or from the run's. On the CPU, in
     channels-last memory, in which convolutions are fastest.
     """
-    if shape[1] != shape[2]:
-        raise ValueError(
-            f"images are {shape[2]} x {shape[1]} pixels: the networks take squares; set "
-            "image-size to a value from 28 to 64"
-        )
     if num_classes < 2:
         raise ValueError(
             f"source = {config.data.source!r} has {num_classes} class: expected at least 2"
@@ -194,7 +190,7 @@ def build_network(
         name,
         num_classes=num_classes,
         channels=shape[0],
-        image_size=shape[1],
+        image_size=shape[1:],
         seed=seed_of(config.rounds.seed, "weights") if seed is None else seed,
         norm=own.norm if own else "",
         width=own.width if own else 0,

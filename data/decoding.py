@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from PIL import Image, ImageFile, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
+from protocol.models import Size
+
 Picture = Image.Image | np.ndarray  # an array is uint8 or uint16, [H, W] or [H, W, 3]
 Window = tuple[int, ...]  # (low, high), or () for images of 8 bits
 
-SMALLEST_OWN_SIZE = 28  # pixels; a smaller source is enlarged to ENLARGED_SIZE
+SMALLEST_OWN_SIZE = 28  # pixels; smaller squares are enlarged to ENLARGED_SIZE
 ENLARGED_SIZE = 32
 DECODE_CHUNK = 256  # images a thread decodes at a time
 # Pillow's names of the formats that are read, whatever a file's ending: it would give EPS, for
@@ -149,11 +151,13 @@ def windowed(values: np.ndarray, window: Window) -> np.ndarray:
     return pixels
 
 
-def decoded_size(own_size: tuple[int, int], image_size: int) -> tuple[int, int]:
-    """(width, height) in pixels: `image_size` if set, else the own size, enlarged if tiny."""
-    if image_size:
-        return image_size, image_size
-    return own_size if min(own_size) >= SMALLEST_OWN_SIZE else (ENLARGED_SIZE, ENLARGED_SIZE)
+def decoded_size(own_size: tuple[int, int], image_size: Size) -> tuple[int, int]:
+    """(width, height) in pixels: `image_size` if set, else the own size; a tiny square enlarged."""
+    height, width = image_size
+    if height:
+        return width, height
+    is_tiny = own_size[0] == own_size[1] < SMALLEST_OWN_SIZE
+    return (ENLARGED_SIZE, ENLARGED_SIZE) if is_tiny else own_size
 
 
 def own_channels(raw: RawSource) -> int:

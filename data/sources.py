@@ -36,7 +36,7 @@ from data.npz import label_names
 from data.partitions import split_local_test
 from data.readers import READERS, PublishedSizes, Reader
 from protocol.files import naming
-from protocol.models import IMAGE_SIZES
+from protocol.models import IMAGE_SIZES, OWN_SIZE, Size
 from protocol.options import ConfigError
 from protocol.source_spec import SITES, parse_source
 from protocol.text import num_of, printable, shortened
@@ -94,7 +94,7 @@ class Source:
 class Reading:
     """How the files of a source become arrays.
 
-    image_size: height and width in pixels; 0: the source's own, or 32 if that is below 28.
+    image_size: height and width in pixels; 0: the source's own, or 32 for squares below 28.
     channels: 1 or 3; 0: the source's own, which is 1 only if every image is grey.
     window: values of images of 16 bits that become 0 and 255; None: the smallest and the largest of
         the training images; (): images must have 8 bits.
@@ -106,7 +106,7 @@ class Reading:
     pool_test: `train` has the test images too, after its own.
     """
 
-    image_size: int = 0
+    image_size: Size = OWN_SIZE
     channels: int = 0
     window: Window | None = None
     classes: str = ""
@@ -132,11 +132,11 @@ def source_without_images(reading: Reading) -> Source:
     hint = 'with source = "sites", the server has no images'
     if not reading.classes:
         raise ConfigError("classes", f"classes = '': {hint}: name the classes, as in cat,dog")
-    for key, value in (("image-size", reading.image_size), ("channels", reading.channels)):
+    for key, value in (("image-size", reading.image_size[0]), ("channels", reading.channels)):
         if not value:
             raise ConfigError(key, f"{key} = 0: {hint}: set it to what the sites convert to")
-    names, size, channels = names_in_order(reading.classes), reading.image_size, reading.channels
-    nothing = ImageSplit(np.empty((0, channels, size, size), np.uint8), np.empty(0, np.int64))
+    names, channels = names_in_order(reading.classes), reading.channels
+    nothing = ImageSplit(np.empty((0, channels, *reading.image_size), np.uint8), np.empty(0, int))
     half = (0.5,) * channels
     return Source(
         SITES, nothing, nothing, tuple(names.values()), half, half, tuple(names),
@@ -145,7 +145,7 @@ def source_without_images(reading: Reading) -> Source:
 
 
 def published_size(
-    spec: str, image_size: int = 0, channels: int = 0, pool_test: bool = False
+    spec: str, image_size: Size = OWN_SIZE, channels: int = 0, pool_test: bool = False
 ) -> PublishedSizes | None:
     """The sizes of what `load_source` returns for these arguments; None if they are not known."""
     reader = READERS.get(parse_source(spec)[0])
@@ -294,10 +294,10 @@ def _locate(
 def _write_entry(entry: Path, key: Key, raw: RawSource, reading: Reading, is_own: bool) -> None:
     """Decode a source into a new entry. is_own: the user's own files, of which notes are made."""
     width, height = decoded_size(raw.first_size, reading.image_size)
-    if max(width, height) > IMAGE_SIZES[-1]:  # before disk space and time are spent on them
+    if not {width, height} <= {*IMAGE_SIZES}:  # before disk space and time are spent on them
         wrong = (
-            f"images are {width} x {height} pixels: the networks take squares; set image-size to "
-            f"a value from {IMAGE_SIZES[0]} to {IMAGE_SIZES[-1]}"
+            f"images are {width} x {height} pixels: expected {IMAGE_SIZES[0]} to "
+            f"{IMAGE_SIZES[-1]} a side: set image-size"
         )
         raise ImageFileError(wrong, wrong)
     channels, window = reading.channels or own_channels(raw), reading.window
@@ -309,7 +309,7 @@ def _write_entry(entry: Path, key: Key, raw: RawSource, reading: Reading, is_own
         with naming(file):
             images = np.lib.format.open_memmap(file, "w+", np.uint8, shape)
             _reserve(file)
-        decode(raw, split, images, window, any_size=bool(reading.image_size))
+        decode(raw, split, images, window, any_size=reading.image_size != OWN_SIZE)
         images.flush()
         decoded.append(images)
         _write_numbers(entry / f"{name}-labels.npy", split.labels)

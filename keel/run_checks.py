@@ -94,7 +94,7 @@ def data_size(config: RunConfig) -> "PublishedSizes | None":
     preferred = model_spec(config.model.model)
     return published_size(
         name,
-        data.image_size or preferred.image_size,
+        config.image_size,
         data.channels or preferred.channels,
         data.pool_test,
     )

@@ -5,6 +5,8 @@ ReLU: the values and gradients are those of ReLU then pool, at a quarter of the 
 overwrite the pool's output, which no layer and no gradient needs.
 """
 
+import math
+
 from torch import nn
 
 from models.layers import NORMS, MaxPool2x2, Norm, conv_of, he_normal_
@@ -51,13 +53,13 @@ def vgg9(input_shape: tuple[int, int, int], norm: Norm, variant: str = "") -> Tr
     convolutions have biases.
     """
     conv = conv_of(norm, variant)
-    in_width, side, _ = input_shape
+    in_width, height, width = input_shape
     stages = {}
     for n, (width_a, width_b) in enumerate([(32, 64), (128, 128), (256, 256)], start=1):
         body = nn.Sequential(conv(in_width, width_a, 3), nn.ReLU(), conv(width_a, width_b, 3))
         stages[f"conv{n}"] = Stage(body, _pool_relu())
-        in_width, side = width_b, side // 2
-    stages["fc1"] = _fully_connected(in_width * side * side, 512)
+        in_width, height, width = width_b, height // 2, width // 2
+    stages["fc1"] = _fully_connected(in_width * height * width, 512)
     stages["fc2"] = _fully_connected(512, 512)
     he_normal_(stages.values())
     return Trunk(stages, nn.Flatten(), 512)
@@ -74,14 +76,14 @@ def _plain_cnn(
 
     norm: after each convolution, unless it is the identity.
     """
-    in_width, side, _ = input_shape
+    in_width, *sides = input_shape
     stages = {}
     for n, width in enumerate(conv_widths, start=1):
         conv, after = nn.Conv2d(in_width, width, kernel), norm(width)
         body = conv if isinstance(after, nn.Identity) else nn.Sequential(conv, after)
         stages[f"conv{n}"] = Stage(body, _pool_relu())
-        in_width, side = width, (side - kernel + 1) // 2
-    in_width *= side * side
+        in_width, sides = width, [(side - kernel + 1) // 2 for side in sides]
+    in_width *= math.prod(sides)
     for n, width in enumerate(fc_widths, start=1):
         stages[f"fc{n}"] = _fully_connected(in_width, width)
         in_width = width

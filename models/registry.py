@@ -45,7 +45,7 @@ def build_model(
     *,
     num_classes: int,
     channels: int,
-    image_size: int,
+    image_size: int | tuple[int, int],
     seed: int | None = None,
     norm: str = "",
     width: int = 0,
@@ -62,6 +62,7 @@ def build_model(
     projection heads are drawn last, so the rest is the same with and without them.
     projection_heads: outputs of each projection head; 0: no heads. head_stages: the slice of the
     network's own stages that have one.
+    image_size: of a square, or (height, width).
     norm: "group" (two groups) or "batch"; "" is the model's own choice.
     width, layer_widths, variant: as the config keys.
     init: "fan-in" redraws all convolutions and linear layers, heads included, from N(0, 2/fan_in).
@@ -72,7 +73,8 @@ def build_model(
     spec = MODELS[name]
     spec.check(name, norm, width, layer_widths, variant)
 
-    input_shape = (channels, image_size, image_size)
+    size = image_size if isinstance(image_size, tuple) else (image_size, image_size)
+    input_shape = (channels, *size)
     options: list[object] = [NORMS[spec.norm_layer(norm)]] if spec.norms else []
     options += [width or spec.width] if spec.width else []
     changes: dict[str, object] = {"layer_widths": widths_in(layer_widths)} if layer_widths else {}

@@ -30,7 +30,7 @@ from protocol.config_keys import (
     names_in,
 )
 from protocol.files import full_path
-from protocol.models import MODELS, model_spec
+from protocol.models import MODELS, OWN_SIZE, Size, model_spec, size_in
 from protocol.options import (
     ConfigError,
     OptionValue,
@@ -62,6 +62,12 @@ class RunConfig:
     privacy: PrivacyConfig
     flat: Mapping[str, OptionValue]
     own: Mapping[str, Own] = field(default_factory=dict)
+
+    @property
+    def image_size(self) -> Size:
+        """(height, width) to which images are converted; (0, 0): they keep the source's own."""
+        size, preferred = size_in(self.data.image_size), model_spec(self.model.model).image_size
+        return size if size != OWN_SIZE else (preferred, preferred)
 
     @property
     def client_models(self) -> list[str]:
@@ -242,6 +248,8 @@ def resolve_config(
         refuse_unknown("preset", str(preset), list(presets()))
         flat |= presets()[str(preset)]
     flat |= overrides
+    if type(flat["image-size"]) is int:  # as well as "28x36"
+        flat["image-size"] = str(flat["image-size"])
     config = _parse(flat, own_code_in(flat, own or {}))
     validate(config)
     if table:

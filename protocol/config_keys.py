@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from protocol.files import STATE_FILE
-from protocol.models import IMAGE_SIZES
+from protocol.models import IMAGE_SIZES, is_size
 from protocol.options import (
     ConfigError,
     Constraint,
@@ -57,9 +57,9 @@ class DataConfig:
         between(0, 1, open_low=True),
         "share of the training set that is split over the clients, stratified by class",
     )
-    image_size: int = option(
-        Constraint(lambda v: v == 0 or v in IMAGE_SIZES, "0, or 28 to 64"),
-        "pixels; 0: the model's input size, else the source's own",
+    image_size: str = option(
+        Constraint(is_size, f"0, {IMAGE_SIZES[0]} to {IMAGE_SIZES[-1]}, or HEIGHTxWIDTH"),
+        "pixels of a side, or HEIGHTxWIDTH; 0: the model's input size, else the source's own",
     )
     channels: int = option(
         between(0, 3), "1 or 3; 0: the model's number of channels, else the source's own"

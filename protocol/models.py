@@ -1,12 +1,33 @@
 """What is known of every model without building it; `models.registry` builds them by name."""
 
+import re
 from dataclasses import dataclass
 
 from protocol.options import ConfigError
 
-IMAGE_SIZES = range(28, 64 + 1)  # pixels of a side that every model takes
+IMAGE_SIZES = range(8, 512 + 1)  # pixels of a side
+Size = tuple[int, int]  # (height, width) in pixels; (0, 0): the source's own
+OWN_SIZE: Size = (0, 0)
 MAX_WIDTH = 1024  # channels of a first stage; the last has 8 times as many, or more
 MAX_LAYER_WIDTH = 8192
+
+
+def size_in(text: str) -> Size:
+    """The size in an `image-size`: "32" is a square, "28x36" has 28 rows; "0" is (0, 0)."""
+    height, _, width = text.partition("x")
+    return int(height), int(width or height)
+
+
+def is_size(text: str) -> bool:
+    """Whether a text is an `image-size`."""
+    is_form = re.fullmatch(r"\d{1,3}(x\d{1,3})?", text) is not None
+    return text == "0" or (is_form and all(side in IMAGE_SIZES for side in size_in(text)))
+
+
+def size_text(size: Size) -> str:
+    """The `image-size` of a size."""
+    height, width = size
+    return str(height) if height == width else f"{height}x{width}"
 
 
 def widths_in(text: str) -> tuple[int, ...]:
@@ -21,7 +42,8 @@ class ModelSpec:
     projection: what is added before the classifier where the method adds none.
     width: channels of the first stage where `width` may change them, else 0. layer_widths: of its
     layers before the classifier where `layer-widths` may change them. variants: beside its own.
-    image_size, channels: of the images that the model's paper uses; 0: as the data source has them.
+    image_size (of squares), channels: of the images that the model's paper uses; 0: as the data
+    source has them.
     """
 
     norms: tuple[str, ...] = ()

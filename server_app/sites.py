@@ -27,7 +27,7 @@ from protocol.messages import (
     read_roster,
     request_record,
 )
-from protocol.models import model_spec
+from protocol.models import OWN_SIZE, model_spec, size_text
 from protocol.options import OptionValue
 from protocol.source_spec import SITES
 from protocol.text import in_one_line, num_of, shortened
@@ -56,13 +56,13 @@ def keys_of_sites(grid: Grid, keys: Mapping[str, OptionValue]) -> dict[str, Opti
     if is_told or config.privacy.withholds_metrics:
         return {}
     query = request_record(RosterRequest(config, DatasetSpec((0, 0, 0), (), (), ())))
-    sites = Sites(grid, config, query, source_without_images(Reading(1, 1, classes="?")))
+    sites = Sites(grid, config, query, source_without_images(Reading((1, 1), 1, classes="?")))
     first = min(sites.all_entries().values(), key=lambda entry: entry.client)
     log.info("classes, as client %s has them: %s", first.client, ", ".join(first.own_labels))
     channels, height, width = first.image_shape
     found: dict[str, OptionValue] = {"classes": json.dumps(first.own_labels)}
-    if not data.image_size and not model.image_size and height == width:
-        found["image-size"] = height
+    if config.image_size == OWN_SIZE:
+        found["image-size"] = size_text((height, width))
     if not data.channels and not model.channels:
         found["channels"] = channels
     return found

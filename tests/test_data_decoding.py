@@ -14,7 +14,7 @@ def test_resizing_is_bilinear_and_antialiased(load, tmp_path):
     smooth = np.add.outer(np.arange(60), np.arange(48))[..., None] * [2, 1, 0] + [0, 9, 80]
     noise = random_images(60, 48, 3) // 8
     image = (smooth + noise).astype(np.uint8)
-    source = load(make_folder(tmp_path / "mine", [image, image]), image_size=28)
+    source = load(make_folder(tmp_path / "mine", [image, image]), image_size=(28, 28))
     as_tensor = torch.from_numpy(image).permute(2, 0, 1)[None].double()
     expected = torch.nn.functional.interpolate(as_tensor, (28, 28), mode="bilinear", antialias=True)
     assert abs(source.train.images[0] - expected[0].numpy()).max() <= 1.1  # Pillow rounds twice
@@ -24,7 +24,7 @@ def test_images_of_several_sizes_need_an_image_size(load, tmp_path):
     spec = make_folder(tmp_path / "mine", [random_images(30, 40), random_images(32, 28)])
     message = rejected(load, spec)
     assert all(word in message for word in ("ant/0.png", "bee/1.png", "image-size"))
-    assert load(spec, image_size=32).image_shape == (1, 32, 32)
+    assert load(spec, image_size=(32, 32)).image_shape == (1, 32, 32)
 
 
 def test_grey_and_colour_become_each_other(load, tmp_path):

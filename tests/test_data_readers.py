@@ -40,7 +40,7 @@ def write_idx(folder, suffix=".gz"):
 def test_digits_are_scikit_learns_scaled_to_bytes_and_split_by_class(load):
     from sklearn.datasets import load_digits  # in tests alone: spawned processes import this file
 
-    digits = load("digits", image_size=8)
+    digits = load("digits", image_size=(8, 8))
     assert (len(digits.train.labels), len(digits.test.labels)) == (1438, 359)
     original = load_digits()
     expected = sorted(

@@ -261,9 +261,9 @@ def test_the_form_of_one_image_is_not_told(odd, tmp_path):
     assert told[0] == told[1]
 
 
-@pytest.mark.parametrize("shape", [(3, 99, 99), (1, 0, 0), (0, 28, 28)])
+@pytest.mark.parametrize("shape", [(3, 28, 513), (1, 0, 0), (0, 28, 28)])
 def test_a_server_s_image_shape_is_refused_before_a_site_decodes_to_it(shape, source, tmp_path):
-    """The networks take 28 to 64 pixels."""
+    """Images have 8 to 512 pixels a side."""
     client = site(source, private())
     client.facts = replace(client.facts, image_shape=shape)
     before = set((tmp_path / "home" / "cache").glob("*/*.npy"))  # of the run's source

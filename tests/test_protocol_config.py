@@ -60,7 +60,7 @@ def test_what_is_unknown_is_refused_with_its_neighbour(keys, key, neighbour):
     [
         ("num-rounds", 0), ("fraction-train", 0.0), ("fraction-train", 1.5), ("momentum", 1.0),
         ("lr", -0.1), ("lr-decay", 0.0), ("batch-size", 0), ("partition", "sorted"),
-        ("channels", 2), ("image-size", 27), ("image-size", 65), ("weighting", "equal"),
+        ("channels", 2), ("image-size", 7), ("image-size", "28x513"), ("weighting", "equal"),
         ("norm", "layer"), ("source", "digit"), ("source", "folder:"), ("device", "gpu"),
         ("device", "cuda:x"), ("local-test-fraction", 1.0), ("round-timeout", 0.0),
         ("alpha", 0.0), ("threads", -1), ("threads", 100_000), ("flip", 1), ("seed", -1),

@@ -8,6 +8,7 @@ import typer
 from keel.cli.arguments import JsonOption, NameArgument
 from keel.tables import Row, show, show_one
 from protocol.config import keel_home, resolve_config
+from protocol.models import size_in
 
 SAME_KEY = "As the config key of this name."
 # Files in data-dir that a download creates or the user provides.
@@ -25,8 +26,8 @@ def datasets(
     name: NameArgument = None,
     as_json: JsonOption = False,
     image_size: Annotated[
-        int, typer.Option(help="Pixels to which images are resized; 0: their own size.")
-    ] = 0,
+        str, typer.Option(help="Pixels of a side, or HEIGHTxWIDTH; 0: the images' own size.")
+    ] = "0",
     window: Annotated[str, typer.Option(help=SAME_KEY)] = "",
     classes: Annotated[str, typer.Option(help=SAME_KEY)] = "",
     group_by: Annotated[str, typer.Option(help=SAME_KEY)] = "",
@@ -59,7 +60,7 @@ def datasets(
     if name in rows and rows[name]["here"] != "yes":
         show_one(rows[name], {}, as_json)
         return
-    reading = Reading(image_size, 0, bounds, classes, group_by, test_fraction)
+    reading = Reading(size_in(image_size), 0, bounds, classes, group_by, test_fraction)
     source = load_source(name, data_dir, cache_dir, reading)
     facts: Row = {
         "name": source.name,

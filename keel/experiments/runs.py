@@ -316,8 +316,7 @@ def incomparable(runs: Sequence[Run], is_timed: bool) -> str:
     digests: dict[tuple[object, ...], set[str]] = {}
     for run in runs:
         config, model = run.config, model_spec(run.config.model.model)
-        size = config.data.image_size or model.image_size
-        key = (config.data.source, size, config.data.channels or model.channels)
+        key = (config.data.source, config.image_size, config.data.channels or model.channels)
         digests.setdefault(key, set()).add(data_of(run.directory))
     if any(len(each - {""}) > 1 for each in digests.values()):
         return "runs on different data"

@@ -194,7 +194,7 @@ def test_a_data_set_that_needs_an_image_size_is_shown_with_one(
     shown = as_json(printed, "datasets", name, "--image-size", "32")
     assert shown["shape"] == [1, 32, 32]
     assert [row["train"] for row in shown["classes"]] == [1, 3]
-    line = refusal("datasets", name, "--image-size", "20")
+    line = refusal("datasets", name, "--image-size", "5")
     assert "image-size" in line
 
 
