@@ -248,7 +248,7 @@ def check_key(address: str, ca: Path, key: Path) -> Iterator[Finding]:
             )
         case Registration.REFUSED:
             yield problem(
-                f"the SuperLink refuses the key in {shown}: {details[:300]}{proxy_hint(address)}"
+                f"no SuperLink takes the key in {shown}: {details[:300]}{proxy_hint(address)}"
             )
 
 

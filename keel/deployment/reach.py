@@ -62,8 +62,8 @@ def proxy_hint(address: str) -> str:
     if not (proxy := proxy_for(address)):
         return ""
     return (
-        f"; this environment's proxy {proxy} may stand in the way: without it if no_proxy and "
-        f"NO_PROXY have {split_address(address)[0]}"
+        f"; this environment's proxy {proxy} may stand in the way: to connect without it, add "
+        f"{split_address(address)[0]} to no_proxy and NO_PROXY"
     )
 
 
