@@ -1,10 +1,18 @@
 """What is unusual about a data set, but allowed, is counted and named with an example."""
 
+import json
 import shutil
 
 import numpy as np
+import pytest
 from data_fixtures import make_folder, make_npz, random_images, save_image
 from PIL import Image
+from run_fixtures import summary_of
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("KEEL_HOME", str(tmp_path / "home"))
 
 
 def test_the_same_image_in_train_and_test_and_in_two_classes(load, tmp_path):
@@ -84,6 +92,34 @@ def test_files_that_are_not_read_are_counted(load, tmp_path):
     assert len(notes) == 2
     assert "loose.png" in notes[0]
     assert "notes.txt" in notes[1]
+
+
+def test_a_run_logs_the_notes_and_repeats_them_in_its_summary(run, tmp_path):
+    x = random_images(20, 30, 30)
+    x[19] = x[0]
+    y = np.arange(20) % 2
+    spec = make_npz(tmp_path / "m.npz", x_train=x, y_train=y, x_test=x[2:8], y_test=y[2:8])
+    for _ in range(2):  # decoded, then cached
+        folder = run({"source": spec, "partition": "iid", "num-rounds": 1, "data-fraction": 1.0}, 2)
+        both, several = summary_of(folder)["warnings"]
+        assert "6 test images" in both
+        assert "x_train[19]" in several
+        log = (folder / "run.log").read_text()
+        assert both in log
+        assert several in log
+        assert "labels and training images" in log
+        assert "0 (10), 1 (10)" in log
+
+
+def test_the_listing_of_a_source_has_its_notes_and_names(home, tmp_path, printed):
+    x = random_images(6, 28, 30, 3, seed=5)
+    x[2] = 9
+    spec = make_npz(tmp_path / "mine.npz", x_train=x)
+    about = json.loads(printed("datasets", spec, "--classes", "ant,bee,cat", "--json"))
+    [note] = about["warnings"]
+    assert "x_train[2]" in note
+    assert about["classes"][1] == {"class": "bee", "label": "1", "train": 2, "test": 1}
+    assert "x_train[2]" in printed("datasets", spec)
 
 
 def test_published_data_sets_have_no_notes(load, tmp_path):

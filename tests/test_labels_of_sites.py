@@ -4,6 +4,7 @@ Deployments in this process: their sites have data of their own, the server may 
 """
 
 import json
+import logging
 
 import numpy as np
 import pytest
@@ -71,17 +72,25 @@ def deployment(tmp_path):
     return run
 
 
-def test_an_npz_file_without_names_takes_part_only_where_they_are_given(deployment, tmp_path):
+def test_an_npz_file_without_names_takes_part_only_where_they_are_given(
+    deployment, tmp_path, caplog
+):
     server, a = folder(tmp_path / "server"), folder(tmp_path / "a")
     shifted = npz(tmp_path / "b.npz", [(0, 1), (1, 2)])
     with pytest.raises(ValueError, match=r"site-b.*'1'"):
         deployment(site("site-a", a), site("site-b", shifted), source=server)
     named = site("site-b", shifted, classes="1=cat,2=dog")
-    roster, path = deployment(site("site-a", a), named, source=server)
+    with caplog.at_level(logging.INFO, logger="keel.client"):
+        roster, path = deployment(site("site-a", a), named, source=server)
+    meaning = "site-b: labels and training samples: 1 = cat (6), 2 = dog (6), eel (0)"
+    worker = [record.message for record in caplog.records if record.name == "keel.client"]
+    assert f"client {meaning}" in worker
+    assert any("site-b" in line and "x_test[0]" in line for line in worker)  # also in train
     assert roster["site-b"]["label_counts"] == [6, 6, 0]
     assert roster["site-b"]["own_labels"] == ["1", "2", ""]
     log = (path / "run.log").read_text()
-    assert "site-b: labels and training samples: 1 = cat (6), 2 = dog (6), eel (0)" in log
+    assert meaning in log
+    assert "x_test[0]" not in log  # may name files of the site
     assert "site-a: labels and training samples: cat (6), dog (6), eel (6)" in log
 
 
