@@ -63,7 +63,8 @@ def as_decoded(content):
             return None
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+@settings(max_examples=600, deadline=None)
 @given(
     st.sampled_from(FILES),
     st.sampled_from(list(DAMAGES)),

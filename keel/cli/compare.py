@@ -11,7 +11,7 @@ from rich.text import Text
 
 from keel.cli.list_runs import percent, state_text
 from keel.exports import csv_text
-from keel.runs import SavedRun, differing_keys, find_run, setting_of
+from keel.runs import DATA_DIGEST, SITE_COUNTS, SavedRun, differing_keys, find_run, setting_of
 from keel.tables import print_table
 from protocol.config import keel_home
 from protocol.files import digest, private_files, write_output
@@ -62,6 +62,8 @@ def compare(
     print_table(columns, ["rounds", "final", "best", "s/round"])
     for remark in accuracy_remarks((row["run"], row["accuracy_of"]) for row in rows):
         print(printable(remark))
+    if {DATA_DIGEST, SITE_COUNTS} & set(keys):
+        print("the runs are on different data: their accuracies are of different images or labels")
     if csv_file:
         table: list[list[object]] = [[*rows[0], *keys]]
         for setting, row in zip(settings, rows, strict=True):
