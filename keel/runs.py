@@ -16,6 +16,7 @@ from typing import Any
 from protocol.config import keel_home
 from protocol.files import digest, full_path
 from protocol.options import did_you_mean
+from protocol.own_code import table_of
 from protocol.text import in_one_line, shortened
 from server_app.history import curve, headline_of, scalars
 from server_app.run_reader import CONFIG_FILE, HISTORY_FILE, LOCK_FILE, RunReader
@@ -160,14 +161,16 @@ def split_text(config: Mapping[str, Any]) -> str:
 def uses(config: Mapping[str, Any], key: str) -> bool:
     """Whether a run uses the key: False for an option of another method or server optimizer."""
     table, dot, _ = key.partition(".")
-    return not dot or table in (config.get("method"), config.get("server-optimizer"), "privacy")
+    method = str(config.get("method"))
+    used = (table_of(method) or method, config.get("server-optimizer"), "privacy")
+    return not dot or table in used
 
 
 DATA_DIGEST, SITE_COUNTS = "data digest", "site counts digest"
 
 
 def setting_of(run: RunReader, with_seed: bool = False) -> dict[str, Any]:
-    """The config keys that a run uses, and digests of its data.
+    """The config keys that a run uses, and digests of its own code and of its data.
 
     Runs of one setting repeat each other, with other seeds. with_seed: the seed as well. The data
     digest covers the server's training and test images, labels and classes. A deployment's
@@ -175,6 +178,7 @@ def setting_of(run: RunReader, with_seed: bool = False) -> dict[str, Any]:
     """
     used = {"seed": run.config["seed"]} if with_seed else {}
     used |= {k: v for k, v in run.config.items() if k not in NOT_A_SETTING and uses(run.config, k)}
+    used |= run.own_digests
     used[DATA_DIGEST] = run.manifest.get("data", "")
     if run.manifest.get("simulated") is False:
         used[SITE_COUNTS] = run.manifest.get("split", "")

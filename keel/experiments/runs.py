@@ -220,7 +220,7 @@ def run_of(cell: Cell, candidate: Keys, seed: int, options: Options, folder: Pat
     config = resolve_config(full)
     if not config.rounds.num_clients:
         raise ValueError("num-clients = 0: expected the recipe to set the number of clients")
-    if cell.only_last and is_adapted_without_state(config.rounds.method):
+    if cell.only_last and is_adapted_without_state(config):
         full |= {"evaluate-every": config.rounds.num_rounds, **options.changes}
         config = resolve_config(full)
     return Run(
@@ -232,11 +232,11 @@ def run_of(cell: Cell, candidate: Keys, seed: int, options: Options, folder: Pat
     )
 
 
-def is_adapted_without_state(name: str) -> bool:
+def is_adapted_without_state(config: RunConfig) -> bool:
     """Whether the method's personal model is made from the global one alone."""
-    from client_app.methods import method_class  # imports torch
+    from client_app.methods import method_of  # imports torch
 
-    method = method_class(name)
+    method = method_of(config)
     return method.is_adapted_from_global and method.is_stateful is not True
 
 

@@ -11,6 +11,7 @@ from run_fixtures import SMALL, assert_same_run, final_model, same_bits
 
 import keel
 from keel.cli.main import main
+from keel.runs import setting_of
 from protocol.code import code_version
 from server_app.run_reader import RunReader
 
@@ -118,8 +119,9 @@ def test_an_edited_file_is_used_by_new_runs_and_named_to_old_ones(plain, tmp_pat
     mine.write_text(PULL.replace("SCALE = 1.0", "SCALE = 5.0"))
     edited = trained(tmp_path, f"{mine}:FedPull", **{"fedpull.mu": 0.3})
     assert not same_bits(final_model(edited.directory), final_model(first.directory))
-    codes = [RunReader(run.directory).manifest["code"] for run in (first, edited)]
-    assert codes[0] != codes[1]
+    readers = [RunReader(run.directory) for run in (first, edited)]
+    assert readers[0].manifest["code"] != readers[1].manifest["code"]
+    assert setting_of(readers[0]) != setting_of(readers[1])
     fedavg = trained(tmp_path, "fedavg")
     assert RunReader(fedavg.directory).manifest["code"] == [code_version()]
     resumed = keel.run(resume=first.directory, num_rounds=3, quiet=True)
