@@ -137,6 +137,8 @@ def own_of(name: str, value: Any) -> Own:
         return remembered(Own(spec, digest(text.encode()), text, path=path, live=value))
     import cloudpickle
 
+    for module_name in [each for each in sys.modules if each.startswith(MODULE_PREFIX)]:
+        cloudpickle.register_pickle_by_value(sys.modules[module_name])  # no other process has it
     try:
         pickled: bytes = cloudpickle.dumps(value)
         text = source_text(value)
@@ -155,8 +157,9 @@ def importable_as(value: Any) -> str:
     module = sys.modules.get(place) if isinstance(place, str) else None
     if module is None or place == "__main__" or not isinstance(name, str):
         return ""
-    is_there = getattr(module, name, None) is value and getattr(module, "__file__", None)
-    return f"{place}:{name}" if is_there and is_spec(f"{place}:{name}") else ""
+    is_there = getattr(module, name, None) is value and not place.startswith(MODULE_PREFIX)
+    has_text = str(getattr(module, "__file__", "")).endswith(".py")
+    return f"{place}:{name}" if is_there and has_text and is_spec(f"{place}:{name}") else ""
 
 
 _known: WeakValueDictionary[tuple[str, str], Own] = WeakValueDictionary()
@@ -343,7 +346,7 @@ def read_text(path: Path) -> str:
 def text_of(module: ModuleType) -> tuple[str, str]:
     """(text, path) of a module's file. ValueError if there is none, or if it is not what runs."""
     path = getattr(module, "__file__", None)
-    if module.__name__.startswith(MODULE_PREFIX) or not str(path).endswith(".py"):
+    if not str(path).endswith(".py"):
         raise ValueError(f"{module.__name__} has no Python file")
     text = read_text(Path(str(path)))
     if is_stale(module, text):

@@ -29,6 +29,8 @@ class SuperLink:
     def __init__(self, folder: Path) -> None:
         self.mark = f"KEEL_TEST_SUPERLINK={secrets.token_hex(16)}"
         self.app = folder / "app"
+        self.packages = folder / "packages"  # installed for everything that comes of it
+        self.packages.mkdir()
         self.ray = Path(tempfile.mkdtemp(prefix="keel-ray-"))  # short: it holds sockets' paths
         skip = (".*", "*.egg-info", "__pycache__", "build")
         shutil.copytree(root, self.app, ignore=shutil.ignore_patterns(*skip))
@@ -38,6 +40,7 @@ class SuperLink:
         self.env = os.environ | {
             name: value,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join([str(self.packages), os.environ.get("PYTHONPATH", "")]),
             "FLWR_HOME": str(folder / "flwr"),
             "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(http),
             "FLWR_LOCAL_CONTROL_API_PORT": str(control),

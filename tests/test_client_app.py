@@ -1,11 +1,13 @@
 """The ClientApp through Flower's messages: what it answers, what it keeps, how it says no."""
 
+import json
 import math
 import os
 import shutil
 from dataclasses import replace
 
 import numpy as np
+import own_fixtures
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,6 +33,7 @@ from client_app.process_cache import ProcessCache
 from client_app.setup import build_network, client_indices, open_site, open_source, pixels_of
 from client_app.state import StateFolder
 from flower_adapter import GPU_LOST
+from protocol.config import config_from_json, resolve_config
 from protocol.messages import (
     RESET_NEEDED,
     TrainRequest,
@@ -368,3 +371,26 @@ def test_a_full_gpu_is_told_from_a_lost_one(error, code, tmp_path, monkeypatch):
     is_full &= isinstance(error, RuntimeError)
     reason = error_of(reply, code)
     assert ("batch-size" in reason) == is_full
+
+
+def test_a_site_runs_own_code_that_it_offers_and_has(tmp_path, monkeypatch):
+    own_fixtures.module(tmp_path, monkeypatch, name="offered")
+    config = make_config(method="offered:FedPull")
+    client = Client(config, tmp_path, {"name": "site-a", "source": small_source()})
+    assert "KEEL_OWN_CODE is not set" in error_of(client.ask("query"))
+    monkeypatch.setenv("KEEL_OWN_CODE", "other, offered")
+    assert read_roster(client.ask("query")).num_examples == 60
+    assert not client.ask("train", 1, initial(config)).has_error()
+
+
+def test_a_site_with_other_own_code_than_the_server_is_refused(tmp_path, monkeypatch):
+    """The server has read the module's file; this one has another since."""
+    config = resolve_config({"method": "fedavg"})
+    monkeypatch.setenv("KEEL_OWN_CODE", "differing")
+    own_fixtures.module(tmp_path, monkeypatch, name="differing")
+    theirs = {**config.flat, "method": "differing:FedPull", "fedpull.mu": 0.1}
+    sent = json.dumps(theirs | {"own": {"differing:FedPull": "0" * 16}})
+    node = {"name": "site-a", "source": small_source()}
+    reason = error_of(Client(config_from_json(sent), tmp_path, node).ask("query"))
+    assert "differing has the digest" in reason
+    assert "install the same on every machine" in reason

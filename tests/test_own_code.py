@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+import subprocess
 import sys
 import threading
 
@@ -11,6 +12,9 @@ import pytest
 from own_fixtures import PULL, cell
 
 from client_app.methods import method_of
+from keel.deployment.superlink import flower_keys
+from keel.engine import prepare
+from keel.job import Engine, EngineOptions
 from protocol import own_code
 from protocol.code import code_of, code_version
 from protocol.config import config_from_json, resolve_config
@@ -127,6 +131,17 @@ def test_an_object_is_kept_by_value_with_what_it_uses():
     assert len({own.digest, *(own_of("FedPull", cell(text)).digest for text in others)}) == 4
 
 
+def test_an_object_of_an_own_file_is_kept_by_value(mine):
+    """No other process has the module under the name that it was loaded under."""
+    strong = find(f"{mine}:FedPull", "method").value(mu=9.0)
+    own = own_of("strong", strong)
+    assert (own.spec, own.text) == ("own:strong", "")
+    code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).mu)"
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, input=own.pickled, capture_output=True, check=True)
+    assert done.stdout == b"9.0\n"
+
+
 def test_functions_that_read_other_values_are_other_code():
     def scaled(factor):
         return lambda p, y: factor
@@ -186,6 +201,23 @@ def test_a_run_keeps_its_own_code_and_refuses_a_changed_copy(tmp_path, mine):
     (tmp_path / "own" / "mine.py").write_text(PULL + "\n")
     with pytest.raises(ValueError, match=r"own/mine\.py is not as the run wrote it"):
         own_code.read(tmp_path, digests)
+
+
+def test_a_deployment_and_flwr_run_take_modules_alone(mine, tmp_path, monkeypatch):
+    own_fixtures.module(tmp_path, monkeypatch)
+    remote = EngineOptions(Engine.deployment, federation="127.0.0.1:1")
+    with pytest.raises(ValueError, match="installed at each of its sites"):
+        prepare({"method": f"{mine}:FedPull"}, remote)
+    keys = {"method": "own_package:FedPull", "fedpull.mu": 2.0, "lr": 0.1}
+    job = prepare(keys, remote)
+    sent = flower_keys(job.overrides)
+    assert sent == {"method": "own_package:FedPull", "lr": 0.1, "method-options": "mu = 2.0"}
+    assert resolve_config(sent).flat == resolve_config(keys).flat
+    for wrong in ("mu = ", "nu = 1", "mu = -1.0"):
+        with pytest.raises(ConfigError):
+            method_of(resolve_config(sent | {"method-options": wrong}))
+    with pytest.raises(ConfigError, match="keys of their own"):
+        resolve_config({"method": "fedprox", "method-options": "mu = 1.0"})
 
 
 def test_two_files_of_one_name_are_refused(tmp_path, mine):

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import own_fixtures
 import pytest
 from run_fixtures import SMALL, assert_same_run, summary_of
 
@@ -46,3 +47,17 @@ def test_a_mistake_ends_the_run_with_a_line_that_names_it_and_leaves_no_folder(s
     assert "fraction-train = 7.0" in line
     assert not (tmp_path / "runs").exists()
     assert "finished:failed" in superlink.flwr("list").stdout
+
+
+def test_a_method_of_an_installed_module_has_the_bits_of_the_inline_engine(
+    superlink, tmp_path, no_pictures
+):
+    own_fixtures.file(superlink.packages, name="own_package_of_flwr.py")
+    keys = SMALL | {"method": "own_package_of_flwr:FedPull", "num-clients": NUM_CLIENTS}
+    output = {"output-dir": str(tmp_path / "runs"), "method-options": "mu = 0.3"}
+    printed = superlink.run(keys | output, NUM_NODES, 1)
+    [folder] = (tmp_path / "runs").glob("*")
+    assert summary_of(folder)["status"] == "finished", printed
+    mine = own_fixtures.file(tmp_path)
+    keys |= {"method": f"{mine}:FedPull", "fedpull.mu": 0.3, "output-dir": str(tmp_path / "inline")}
+    assert_same_run(folder, run_inline(keys, NUM_CLIENTS))
