@@ -32,6 +32,43 @@ Output = Annotated[
     typer.Option(help="Directory of all runs and reports. Default: $KEEL_HOME/experiments."),
 ]
 Scale = Annotated[str, typer.Option(help=f"How much the runs are reduced: {', '.join(SCALES)}.")]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(help="Rows and columns, as 'NAME;NAME'. Repeatable.", metavar="NAMES"),
+]
+Seeds = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        max=10_000,
+        help="Number of seeds: the recipe's, then others. 0: the recipe's, but at least 6 if "
+        "values are tried.",
+    ),
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="A config key of all runs. Repeatable.", metavar="KEY=VALUE"),
+]
+Grid = Annotated[
+    str,
+    typer.Option(
+        help="Values under `tune`: paper (only those that the paper reports as best), or full."
+    ),
+]
+Workers = Annotated[
+    int, typer.Option(min=0, help="Concurrent runs. 0: one per GPU, or one per core.")
+]
+Cpus = Annotated[int, typer.Option(min=1, help="CPUs of each run.")]
+Gpus = Annotated[
+    float | None,
+    typer.Option(min=0, help="GPUs of each run, such as 0.25. Default: 1, where there are any."),
+]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        help="HOST:PORT of a Ray cluster that this machine is part of. Default: $RAY_ADDRESS."
+    ),
+]
 
 
 def output_folder(output: Path | None) -> Path:
@@ -61,45 +98,14 @@ def parse_changes(assignments: Sequence[str]) -> dict[str, OptionValue]:
 def run_command(
     recipe: Annotated[str, typer.Argument()],
     scale: Scale = "paper",
-    only: Annotated[
-        list[str] | None,
-        typer.Option(help="Rows and columns, as 'NAME;NAME'. Repeatable.", metavar="NAMES"),
-    ] = None,
-    seeds: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=10_000,
-            help="Number of seeds: the recipe's, then others. 0: the recipe's, but at least 6 if "
-            "values are tried.",
-        ),
-    ] = 0,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="A config key of all runs. Repeatable.", metavar="KEY=VALUE"),
-    ] = None,
-    grid: Annotated[
-        str,
-        typer.Option(
-            help="Values under `tune`: paper (only those that the paper reports as best), or full."
-        ),
-    ] = "paper",
-    workers: Annotated[
-        int, typer.Option(min=0, help="Concurrent runs. 0: one per GPU, or one per core.")
-    ] = 0,
-    cpus_per_run: Annotated[int, typer.Option(min=1, help="CPUs of each run.")] = 1,
-    gpus_per_run: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="GPUs of each run, such as 0.25. Default: 1, where there are any."
-        ),
-    ] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            help="HOST:PORT of a Ray cluster that this machine is part of. Default: $RAY_ADDRESS."
-        ),
-    ] = None,
+    only: Only = None,
+    seeds: Seeds = 0,
+    set_: Changes = None,
+    grid: Grid = "paper",
+    workers: Workers = 0,
+    cpus_per_run: Cpus = 1,
+    gpus_per_run: Gpus = None,
+    ray: Ray = None,
     output: Output = None,
 ) -> None:
     """Run a recipe: a name from `keel experiments list`, or a YAML file.
@@ -186,24 +192,26 @@ def verify_command(
 @app.command("list")
 def list_command(scale: Scale = "paper", output: Output = None) -> None:
     """List the recipes, and how many of their runs are finished on this machine."""
-    from keel.experiments.jobs import planned_runs
     from keel.experiments.recipe import load_recipe, shipped_recipes
+    from keel.experiments.results import runs_needed
+    from keel.experiments.runs import Options, code_folder
     from keel.tables import show
 
     refuse_unknown("--scale", scale, list(SCALES))
+    folder = output_folder(output) / "runs" / code_folder()
     rows = []
     for name in shipped_recipes():
         recipe = load_recipe(name)
-        runs = planned_runs(recipe, scale, output_folder(output))
+        options = Options(scale, {}, recipe.seeds, full_grid=False)
+        runs = [run.is_done for _, run in runs_needed(recipe.cells, options, folder)]
+        is_run = recipe.shows != "labels"
         rows.append(
             {
                 "recipe": name,
                 "paper": f"{recipe.paper} {recipe.item}",
                 "title": recipe.title,
                 "size": f"{len(recipe.rows)} x {len(recipe.columns)}",
-                "finished": f"{sum(r.is_done for r in runs)} of {len(runs)}"
-                if runs
-                else "none needed",
+                "finished": f"{sum(runs)} of {len(runs)}" if is_run else "none needed",
             }
         )
     show(rows, False, f"Recipes at scale {scale}")

@@ -9,8 +9,8 @@ from pathlib import Path
 from pydantic import BaseModel, Field, ValidationError
 
 from keel.experiments.recipe import Cell, Recipe, parse_recipe
-from keel.experiments.results import best_candidate, candidates_of, runs_needed
-from keel.experiments.runs import Options, Run, code_folder, run_of
+from keel.experiments.results import candidates_of, runs_needed
+from keel.experiments.runs import Options, code_folder, run_of
 from keel.experiments.scale import SCALES
 from protocol.files import digest, write_atomically
 from protocol.options import did_you_mean
@@ -30,23 +30,6 @@ def seeds_for(recipe: Recipe, cells: Collection[Cell], full_grid: bool) -> Seque
     if all(len(candidates_of(cell, full_grid)) == 1 for cell in cells):
         return recipe.seeds
     return first_seeds(recipe, max(TUNED_SEEDS + 1, len(recipe.seeds)))
-
-
-def planned_runs(recipe: Recipe, scale: str, output: Path) -> list[Run]:
-    """The runs of a recipe, with the first candidate where the best is not known yet."""
-    if recipe.shows == "labels":
-        return []
-    options = Options(scale, {}, recipe.seeds, full_grid=False)
-    folder = output / "runs" / code_folder()
-    runs: dict[str, Run] = {}
-    for cell in recipe.cells:
-        best = best_candidate(cell, options, folder, is_final=False)
-        candidates = candidates_of(cell, options.full_grid)
-        for seed in options.seeds:
-            for candidate in candidates if seed == options.seeds[0] else [best or candidates[0]]:
-                run = run_of(cell, candidate, seed, options, folder)
-                runs[run.name] = run
-    return list(runs.values())
 
 
 class Job(BaseModel):

@@ -95,7 +95,7 @@ def code_sentences(results: Sequence[Result], directories: Sequence[Path]) -> It
     """Which code, precision and data the runs are of."""
     manifests = [RunReader(path).manifest for path in directories]
     if code := sorted({each for manifest in manifests for each in manifest.get("code", ())}):
-        yield f"Code: {', then '.join(code)}."
+        yield f"Code: {'; '.join(code)}."
     if precision := sorted({name for path in directories for name in precision_of(path)}):
         yield f"Precision: {', '.join(precision)}."
     is_timed = any(result.cell.take.is_time for result in results)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -102,12 +103,13 @@ def ray_tasks(resources: Resources, output: Path, with_data: Sequence[RunConfig]
             options = {"address": resources.address}
         terminate = signal.getsignal(signal.SIGTERM)
         try:
-            ray.init(
-                runtime_env={"env_vars": variables},
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                **options,
-            )
+            with warnings.catch_warnings(action="ignore"):
+                ray.init(
+                    runtime_env={"env_vars": variables},
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    **options,
+                )
             signal.signal(signal.SIGTERM, terminate)  # Ray has its own
             nodes = living_nodes()
             gpus = resources.gpus_on(nodes)

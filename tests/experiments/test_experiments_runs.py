@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from experiment_fixtures import NOT_FINITE, leave_all, leave_run, options, recipe_of
+from own_fixtures import file
 
 from keel.experiments.jobs import seeds_for
 from keel.experiments.recipe import load_recipe
@@ -103,6 +104,17 @@ def test_runs_of_one_setting_have_one_name_and_others_another():
     fedintr = table.cell("FedIntR", "CIFAR-10")
     ten = [run_of(fedintr, {"fedintr.mu": mu}, 0, PAPER, Path()).name for mu in (10, 10.0, 10.5)]
     assert ten[0] == ten[1] != ten[2]
+
+
+def test_an_edited_own_method_is_another_run(tmp_path):
+    path = file(tmp_path)
+    keys = f"method: '{path}:FedPull', source: digits, num-clients: 2"
+    cell = recipe_of(f"rows: {{A: {{{keys}, fedpull.mu: 0.5}}}}\n").cells[0]
+    before = run_of(cell, {}, 0, PAPER, tmp_path)
+    assert f"method={path}:FedPull" in before.prepare()
+    assert "fedpull.mu=0.5" in before.prepare()
+    path.write_text(path.read_text().replace("SCALE = 1.0", "SCALE = 2.0"))
+    assert run_of(cell, {}, 0, PAPER, tmp_path).name != before.name
 
 
 def test_cache_and_device_are_part_of_a_run_where_seconds_are_read():
