@@ -120,8 +120,12 @@ AS_IT_IS = Reading()
 
 def names_in_order(classes: str) -> dict[str, str]:
     """The names of the labels in a value of `classes`: separated by commas, or a JSON list."""
-    is_json = classes.lstrip().startswith("[")
-    return label_names(json.loads(classes) if is_json else classes.split(","))
+    if not classes.lstrip().startswith("["):
+        return label_names(classes.split(","))
+    try:
+        return label_names(json.loads(classes))
+    except json.JSONDecodeError as error:
+        raise ConfigError("classes", f"classes = {classes!r}: not a JSON list: {error}") from error
 
 
 def source_without_images(reading: Reading) -> Source:
