@@ -27,6 +27,8 @@ from server_app.run_reader import DAMAGE
 from server_app.simulated_roster import MAX_LISTED, SimulatedRoster
 from strategies.cohort import name_of
 
+USUAL_FACTOR = 10  # on the median number of samples, beyond which a site is named
+
 
 def read_saved_roster(path: Path) -> dict[int, RosterEntry]:
     """Node id to entry, as `save_roster` wrote it; ValueError naming the file if it is damaged."""
@@ -134,19 +136,22 @@ def partition_sizes(config: RunConfig, entries: Sequence[RosterEntry]) -> dict[s
 
 
 def count_warnings(config: RunConfig, entries: Sequence[RosterEntry]) -> list[str]:
-    """A line for each site that declares more samples than `max-weight-share` of all."""
+    """A line for each site with more than ten times the median, or `max-weight-share`, of samples."""
     counts = {e.client: e.num_examples for e in entries if not e.num_partitions}
     median = statistics.median_low(counts.values() or [0])
     total = sum(entry.num_examples for entry in entries) or 1
     share = max(config.rounds.max_weight_share, 1 / len(entries))
     warnings = []
     for client, count in sorted(counts.items()):
-        if count <= share * total * (1 + 1e-9):
+        is_capped = count > share * total * (1 + 1e-9)
+        if not is_capped and count <= USUAL_FACTOR * median:
             continue
+        weight = "it weighs as much unless max-weight-share is lowered"
+        if is_capped:
+            weight = f"it weighs at most max-weight-share = {share:.2g} of a round"
         warnings.append(
             f"client {client} declares {num_of('training sample', count)}, {count / total:.1%} of "
-            f"all (the median is {median}); it weighs at most max-weight-share = {share:.2g} of a "
-            "round"
+            f"all (the median is {median}); {weight}"
         )
     return warnings
 
