@@ -125,11 +125,7 @@ def split_over_clients(config: RunConfig, num_clients: int) -> Parts:
     With `group-by`, what is dealt are groups, and the partition's keys count groups.
     """
     data = config.data
-    if data.source == SITES:
-        raise ConfigError(
-            "source",
-            f"source = {SITES!r}: the data of a deployment's sites; a simulation needs a data set",
-        )
+    config.check_is_for_simulation()
     train = open_source(config).train
     labels = np.asarray(train.labels)
     if train.groups is not None:

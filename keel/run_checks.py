@@ -56,6 +56,7 @@ def checked_config(
 def check_simulated(config: RunConfig, num_clients: int) -> None:
     """ValueError, one line, for what simulated clients would refuse later, with torch imported."""
     rounds, data = config.rounds, config.data
+    config.check_is_for_simulation()
     if config.evaluated_clients != "none" and not data.local_test_fraction:
         raise config.no_test_part("client-0000")
     # imported late: NumPy takes as long as all the rest, and most refusals come before

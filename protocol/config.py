@@ -90,11 +90,22 @@ class RunConfig:
         """Whether the server evaluates the global model on its source's test set."""
         return self.rounds.evaluate_global and self.data.source != SITES
 
+    def check_is_for_simulation(self) -> None:
+        """ConfigError if the run's data are those of a deployment's sites."""
+        if self.data.source == SITES:
+            raise ConfigError(
+                "source",
+                f"source = {SITES!r}: the data of a deployment's sites; a simulation needs a data "
+                "set",
+            )
+
     def no_test_part(self, client: str, has_own_data: bool = False) -> ValueError:
         """The error for a client without the local test part on which it is to be evaluated."""
         why = f"evaluate-clients = {self.rounds.evaluate_clients!r}"
         if self.rounds.evaluate_clients == "auto":
             why = f"{self.rounds.method} has personal models, which are evaluated on it"
+            if self.data.source == SITES:
+                why = f"with source = {SITES!r}, the global model is evaluated on it"
         remedy = "set local-test-fraction, such as local-test-fraction=0.2"
         if self.data.local_test_fraction:
             more = "lower the number of clients"

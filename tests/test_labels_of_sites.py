@@ -184,7 +184,8 @@ def test_what_a_server_without_images_has_to_be_told(deployment, tmp_path, key, 
     assert refusal.value.key == key
 
 
-def test_a_simulation_needs_a_data_set(run):
+def test_a_simulation_needs_a_data_set(run, refusal):
+    assert "source = 'sites'" in refusal("run", "source=sites", "--clients", "2")
     with pytest.raises(ConfigError) as refusal:
         run(
             {

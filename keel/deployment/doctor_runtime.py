@@ -163,7 +163,8 @@ def check_data(
     try:
         labels = labels_in_run(data, run_classes)
     except ValueError as error:
-        yield problem(f"data: {source}: {error}: rename or remove it")
+        way_out = "" if how_to_name(data) else ": rename or remove it"
+        yield problem(f"data: {source}: {error}{way_out}")
         return
     if not classes and (advice := how_to_name(data)):
         yield skipped(f"data: whether the run has its labels: --classes names none{advice}")
