@@ -78,6 +78,11 @@ class Source:
     window: Window = ()
     notes: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Classes that the files do not call otherwise are called by their names."""
+        if not self.own_labels:
+            object.__setattr__(self, "own_labels", self.class_names)
+
     @property
     def num_classes(self) -> int:
         """How many classes the labels run over."""
@@ -322,7 +327,7 @@ def _write_entry(entry: Path, key: Key, raw: RawSource, reading: Reading, is_own
         _write_numbers(entry / "train-groups.npy", numbers)
     mean, std = mean_and_std(decoded[0])
     about = {"key": key, "class_names": raw.class_names, "mean": mean, "std": std}
-    about |= {"own_labels": raw.own_labels or raw.class_names, "window": window}
+    about |= {"own_labels": raw.own_labels, "window": window}
     about["notes"] = raw.notes
     if is_own:
         about["notes"] = [
