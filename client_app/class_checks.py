@@ -3,11 +3,11 @@
 import inspect
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
-from typing import Any, get_type_hints
+from typing import Any
 
 from client_app.method import Method
 from protocol.code import place_of
-from protocol.options import Constraint, did_you_mean, type_names
+from protocol.options import Constraint, did_you_mean, type_names, type_of
 
 FLAG_CHOICES = {
     "default_weighting": ("examples", "uniform"),
@@ -29,10 +29,9 @@ def declaration_problems(cls: type[Method]) -> Iterator[str]:
     if any(isinstance(value, Field) for value in vars(cls).values()):
         yield f"{name} lacks @dataclass(frozen=True): it would not have its options"
         return
-    types = get_type_hints(cls)
     for field in fields(cls):
         constraint = field.metadata.get("constraint")
-        if not isinstance(constraint, Constraint) or types[field.name] not in type_names:
+        if not isinstance(constraint, Constraint) or type_of(field) not in type_names:
             yield (
                 f"{name}.{field.name} is not an option: expected NAME: TYPE = option(...), of "
                 "type bool, int, float or str"

@@ -15,7 +15,6 @@ import difflib
 import functools
 import math
 import re
-import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -184,6 +183,12 @@ def key_of(field: "dataclasses.Field[Any]") -> str:
     return field.metadata.get("key") or field.name.replace("_", "-")
 
 
+def type_of(field: "dataclasses.Field[Any]") -> Any:
+    """The type of an option, whose annotation may be text: `from __future__ import annotations`."""
+    named = {kind.__name__: kind for kind in type_names}
+    return named.get(field.type, field.type) if isinstance(field.type, str) else field.type
+
+
 def keys_of(cls: type) -> list[str]:
     """The config keys of an options dataclass, in the order of its fields."""
     return [key_of(f) for f in dataclasses.fields(cls)]
@@ -207,9 +212,8 @@ def defaults_of(options: Any) -> dict[str, OptionValue]:
 @functools.cache
 def _columns(cls: type) -> list[tuple[str, str, Any, Constraint]]:
     """(field, key, type, constraint) of each field; recipes parse thousands of configs."""
-    types = typing.get_type_hints(cls)
     columns = dataclasses.fields(cls)
-    return [(f.name, key_of(f), types[f.name], f.metadata["constraint"]) for f in columns]
+    return [(f.name, key_of(f), type_of(f), f.metadata["constraint"]) for f in columns]
 
 
 def parse_options(cls: type[T], values: Mapping[str, OptionValue], prefix: str = "") -> T:

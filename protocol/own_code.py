@@ -93,14 +93,15 @@ class Own:
             return unpickled(self)
         if self.is_module and (installed := installed_module(self)):
             return named(installed, self)
-        return named(module_of(self.text, self.path or self.place, self.digest), self)
+        package = self.place.rpartition(".")[0] if self.is_module else ""
+        return named(module_of(self.text, self.path or self.place, self.digest, package), self)
 
-    def files(self) -> dict[str, bytes]:
-        """What a run keeps of it: name of the file under `own/`, and content."""
+    @property
+    def files(self) -> tuple[str, str]:
+        """The names, under `own/` of a run directory, of the files of the text and the pickle."""
         stem = self.spec.replace(":", ".") if self.place == VALUE else self.place
         stem = stem.removesuffix(".py")
-        contents = {f"{stem}.py": self.text.encode(), f"{stem}.pkl": self.pickled}
-        return {name: content for name, content in contents.items() if content}
+        return f"{stem}.py", f"{stem}.pkl"
 
 
 # --- where own code comes from --------------------------------------------------------------------
@@ -157,7 +158,8 @@ def importable_as(value: Any) -> str:
     module = sys.modules.get(place) if isinstance(place, str) else None
     if module is None or place == "__main__" or not isinstance(name, str):
         return ""
-    is_there = getattr(module, name, None) is value and not place.startswith(MODULE_PREFIX)
+    is_there = getattr(module, name, None) is value
+    is_there = is_there and not module.__name__.startswith(MODULE_PREFIX)
     has_text = str(getattr(module, "__file__", "")).endswith(".py")
     return f"{place}:{name}" if is_there and has_text and is_spec(f"{place}:{name}") else ""
 
@@ -214,7 +216,7 @@ def edited(owns: Mapping[str, Own], values: Iterable[object]) -> list[str]:
         for value in filter(is_spec, values):
             path = Path(str(value).rpartition(":")[0]).expanduser()
             is_its = canonical(str(value)) == own.spec and path.suffix == ".py" and path.is_file()
-            if is_its and digest(path.read_bytes()) != own.digest:
+            if is_its and digest(read_text(path).encode()) != own.digest:
                 lines.append(
                     f"{path} has changed since the run began: the run goes on with its own copy, "
                     f"{own.path}"
@@ -228,9 +230,10 @@ def edited(owns: Mapping[str, Own], values: Iterable[object]) -> list[str]:
 def save(directory: Path, owns: Mapping[str, Own]) -> None:
     """Write what a run keeps of its own code under `own/`."""
     for own in owns.values():
-        for name, content in own.files().items():
-            (directory / FOLDER).mkdir(exist_ok=True)
-            write_atomically(directory / FOLDER / name, content)
+        for name, content in zip(own.files, (own.text.encode(), own.pickled), strict=True):
+            if content:
+                (directory / FOLDER).mkdir(exist_ok=True)
+                write_atomically(directory / FOLDER / name, content)
 
 
 def read(directory: Path, digests: Mapping[str, str]) -> dict[str, Own]:
@@ -238,11 +241,10 @@ def read(directory: Path, digests: Mapping[str, str]) -> dict[str, Own]:
     found: dict[str, Own] = {}
     for spec, expected in digests.items():
         own = Own(spec, expected)
-        stem = spec.replace(":", ".") if own.place == VALUE else own.place.removesuffix(".py")
-        text, pickled = (directory / FOLDER / f"{stem}.{end}" for end in ("py", "pkl"))
+        text, pickled = (directory / FOLDER / name for name in own.files)
         own = replace(
             own,
-            text=text.read_text() if text.exists() else "",
+            text=read_text(text) if text.exists() else "",
             pickled=pickled.read_bytes() if pickled.exists() else b"",
             path=str(text),
         )
@@ -258,14 +260,17 @@ def read(directory: Path, digests: Mapping[str, str]) -> dict[str, Own]:
 # --- loading --------------------------------------------------------------------------------------
 
 
-def module_of(text: str, path: str, found: str) -> ModuleType:
-    """The module of a text, executed once a process. ValueError with file and line if it fails."""
+def module_of(text: str, path: str, found: str, package: str = "") -> ModuleType:
+    """The module of a text, executed once a process. ValueError with file and line if it fails.
+
+    package: in which it was, for its relative imports.
+    """
     stem = re.sub(r"\W", "_", Path(path).stem)
     name = f"{MODULE_PREFIX}{stem}_{found}"
     if name in sys.modules:
         return sys.modules[name]
     module = ModuleType(name)
-    module.__file__ = path
+    module.__file__, module.__package__ = path, package
     sys.modules[name] = module  # before it is executed: dataclasses look their module up
 
     def execute() -> ModuleType:
@@ -274,7 +279,7 @@ def module_of(text: str, path: str, found: str) -> ModuleType:
 
     try:
         return checked(execute, path)
-    except ValueError:
+    except BaseException:
         del sys.modules[name]
         raise
 
@@ -337,7 +342,7 @@ def unpickled(own: Own) -> Any:
 def read_text(path: Path) -> str:
     """The text of a file; ValueError, one line, if it cannot be read."""
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "is not text"
         raise ValueError(f"{path}: {reason}") from error

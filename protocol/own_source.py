@@ -30,7 +30,8 @@ def gather(value: Any, found: dict[str, str]) -> bool:
         return True
     found[name] = ""  # it may use itself
     used = {n: v for function in functions_of(value) for n, v in names_used(function).items()}
-    used |= {base.__name__: base for base in getattr(value, "__bases__", ())}
+    if isinstance(value, type):
+        used |= {base.__name__: base for base in value.__bases__} | attributes_of(value)
     for other, each in used.items():
         if not is_code(each):
             found[other] = f"# {other}: {digest(pickle_of(each))}"
@@ -39,6 +40,19 @@ def gather(value: Any, found: dict[str, str]) -> bool:
     text = source_of(value)
     found[name] = found.pop(name) or text  # after what it uses
     return bool(text)
+
+
+def attributes_of(value: type) -> dict[str, Any]:
+    """The attributes of a class that its own source may only name, such as a server half."""
+    return {
+        name: each
+        for name, each in vars(value).items()
+        if isinstance(each, type)
+        or (
+            not (name.startswith("__") or callable(each) or hasattr(each, "__get__"))
+            and not isinstance(each, bool | int | float | str)
+        )
+    }
 
 
 def is_code(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -129,6 +130,19 @@ def test_an_object_is_kept_by_value_with_what_it_uses():
         PULL.replace("SCALE = 1.0", "SCALE = 2.0"),  # in a value that this reads
     ]
     assert len({own.digest, *(own_of("FedPull", cell(text)).digest for text in others)}) == 4
+    half = "class Half:\n    eta = 1.0\n\n\n"
+    ending = "\n    server_half = Half\n    _table = TABLE\n"
+    whole = PULL.replace("@dataclass", f"{half}TABLE = [1]\n\n\n@dataclass") + ending
+    others = [whole, whole.replace("eta = 1.0", "eta = 2.0"), whole.replace("[1]", "[2]")]
+    assert len({own_of("FedPull", cell(text)).digest for text in others}) == 3
+
+
+def test_annotations_may_be_text():
+    """They name what the notebook has imported, which no other process has."""
+    text = PULL.replace("mu: float", 'mu: "float"')
+    own = own_of("FedPull", cell(text))
+    config = resolve_config({"method": "own:FedPull", "fedpull.mu": 3}, {"own:FedPull": own})
+    assert method_of(config).mu == 3.0
 
 
 def test_an_object_of_an_own_file_is_kept_by_value(mine):
@@ -188,6 +202,8 @@ def test_a_module_of_another_digest_is_refused_unless_its_text_is_there(tmp_path
     text = PULL.replace("default=0.1", "default=0.7")
     kept = Own("own_package:FedPull", "0" * 16, text)
     assert kept.value().mu == 0.7
+    relative = Own("json.mine:dump", "1" * 16, "from .decoder import JSONDecoder as dump\n")
+    assert relative.value is json.JSONDecoder
 
 
 def test_a_run_keeps_its_own_code_and_refuses_a_changed_copy(tmp_path, mine):
