@@ -14,7 +14,7 @@ import numpy as np
 from flwr.app import ArrayRecord, Context, Error, Message, MessageType, RecordDict
 
 from client_app.errors import error_reply, is_about_machine
-from client_app.evaluation import evaluate
+from client_app.evaluation import Score, evaluate
 from client_app.machine import machine, report_of
 from client_app.method import Method, Update
 from client_app.methods import method_of
@@ -34,6 +34,7 @@ from client_app.node_config import (
 )
 from client_app.process_cache import ProcessCache
 from client_app.round import RoundContext
+from client_app.scores import score_functions
 from client_app.setup import (
     dataset_spec_of,
     device_for,
@@ -327,8 +328,9 @@ def evaluate_models(message: Message, context: Context) -> RecordDict:
             ctx.frozen("global", ctx.initial_weights() | ctx.received),
             ctx.test_samples,
             request.config.train.precision,
+            score_functions(request.config),
         )
-        metrics |= {"global-accuracy": score.accuracy, "global-loss": score.loss}
+        metrics |= score_metrics("global", score, ctx)
     metrics |= personal_metrics(method, ctx, ctx.state)
     return reply_content(TrainReply(ctx.client, request.round, {}, {}, metrics))
 
@@ -342,9 +344,21 @@ def personal_metrics(
         return metrics
     model = method.personal_model(ctx, state)
     if model is not None:
-        score = evaluate(model, ctx.test_samples, ctx.config.train.precision)
-        metrics |= {"personal-accuracy": score.accuracy, "personal-loss": score.loss}
+        functions = score_functions(ctx.config)
+        score = evaluate(model, ctx.test_samples, ctx.config.train.precision, functions)
+        metrics |= score_metrics("personal", score, ctx)
     return metrics
+
+
+def score_metrics(whose: str, score: Score, ctx: RoundContext) -> dict[str, float]:
+    """The metrics of a model's score. whose: global or personal.
+
+    The log says why a score has no number; the server names it in a warning.
+    """
+    for name, fault in score.faults.items():
+        log.info("round %d: client %s: metric %s %s", ctx.round, ctx.client, name, fault)
+    others = {f"{whose}-score.{name}": value for name, value in score.others.items()}
+    return {f"{whose}-accuracy": score.accuracy, f"{whose}-loss": score.loss, **others}
 
 
 handlers: dict[str, Callable[[Message, Context], RecordDict]] = {

@@ -1,12 +1,12 @@
 """Objects among the keys of `keel.run`, such as `method=FedPull(mu=0.3)`, as own code."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
 from protocol.config import SPEC_KEYS
 from protocol.options import ConfigError, OptionValue, defaults_of
-from protocol.own_code import Own, own_of, table_of
+from protocol.own_code import Own, by_value, own_of, table_of
 
 
 def with_specs(keys: Mapping[str, Any]) -> tuple[dict[str, OptionValue], dict[str, Own]]:
@@ -19,6 +19,11 @@ def with_specs(keys: Mapping[str, Any]) -> tuple[dict[str, OptionValue], dict[st
     for key, value in keys.items():
         if key not in SPEC_KEYS or isinstance(value, bool | int | float | str):
             plain[key] = value
+            continue
+        if key == "metrics":
+            scores = scores_of(value)
+            plain[key] = ",".join(scores)
+            own |= {spec: found for spec, found in scores.items() if found}
             continue
         is_instance = key == "method" and not isinstance(value, type)
         thing = type(value) if is_instance else value
@@ -33,6 +38,32 @@ def with_specs(keys: Mapping[str, Any]) -> tuple[dict[str, OptionValue], dict[st
     return plain, own
 
 
+def scores_of(value: Any) -> dict[str, Own | None]:
+    """The specs in `metrics`, of a list of names and functions or a dict from names to them.
+
+    With their own code; None of a name, which is a text. ConfigError for anything else.
+    """
+    named: Iterable[tuple[Any, Any]] = [("", value)]
+    if isinstance(value, Mapping):
+        named = value.items()
+    elif isinstance(value, list | tuple):
+        named = [("", each) for each in value]
+    found: dict[str, Own | None] = {}
+    for name, each in named:
+        if isinstance(each, str):
+            found[each] = None
+            continue
+        own = own_code_of("metrics", each, str(name))
+        if not callable(each) or (name and not str(name).isidentifier()):
+            raise ConfigError(
+                "metrics",
+                f"metrics: {name or each!r}: expected names of letters, digits and _, each with a "
+                "function of (probabilities [N, C], labels [N])",
+            )
+        found[own.spec] = own
+    return found
+
+
 def name_in_keel(thing: Any) -> str:
     """The name of a method's class that is one of Keel's; else ""."""
     from client_app import methods  # imports torch, as has whoever has a class or a network
@@ -42,10 +73,13 @@ def name_in_keel(thing: Any) -> str:
     return next((name for name, cls in classes.items() if cls is thing), "")
 
 
-def own_code_of(key: str, thing: Any) -> Own:
-    """An object as own code, named as it is in Python."""
-    name = getattr(thing, "__name__", type(thing).__name__)
+def own_code_of(key: str, thing: Any, name: str = "") -> Own:
+    """An object as own code, under this name, or else named as it is in Python."""
+    is_renamed = name not in ("", getattr(thing, "__name__", ""))
+    name = name or getattr(thing, "__name__", type(thing).__name__)
     try:
+        if is_renamed:
+            return by_value(name, thing)
         return own_of(name if name.isidentifier() else key, thing)
     except ValueError as error:
         raise ConfigError(key, f"{key} = {error}") from error

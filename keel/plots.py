@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from keel.runs import SavedRun, setting_of
 from protocol.options import typed
 from server_app.history import CURVES, curve
-from server_app.plots import accuracy_figure
+from server_app.plots import accuracy_figure, scores_of
 
 MAX_LABEL = 60  # characters; a run with a longer label is shown by its name
 
@@ -22,7 +22,8 @@ def figure_of(runs: Sequence[SavedRun], keys: Sequence[str] = ()) -> Figure:
         return accuracy_figure(list(zip(labels_of(runs, keys), curves, strict=True)))
     [run] = runs
     pairs = [(text, curve(run.history, key, name)) for key, name, text in CURVES]
-    return accuracy_figure(pairs, f"{run.config['method']}, {run.source}, {run.config['model']}")
+    title = f"{run.config['method']}, {run.source}, {run.config['model']}"
+    return accuracy_figure(pairs, title, scores=scores_of(run.history))
 
 
 def labels_of(runs: Sequence[SavedRun], keys: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from keel.runs import SavedRun
 from protocol.text import num_of, size_of_data
-from server_app.history import CURVES, duration
+from server_app.history import CURVES, duration, score_curves, value_in
 
 RECORD = "with cuda-graphs=true, small networks train several times as fast"
 SHORT = {"global": "accuracy", "local_global": "on clients", "personal": "personal"}
@@ -160,6 +160,9 @@ def round_line(line: Mapping[str, Any], num_rounds: int, left: str) -> str:
     for key, name, _ in CURVES:
         if key in line and name != "worst_decile":
             columns.append(f"{SHORT[key]} {100 * line[key][name]:6.2f} %")
+    for key, name, _ in score_curves([line]):
+        whose = "" if key == "global" else f"{SHORT[key]} "
+        columns.append(f"{whose}{name} {value_in(line, key, name):.4f}")
     if "supervised" in line["losses"]:  # not if it is withheld
         loss = line["losses"]["supervised"]
         columns.append("[red]loss not finite[/]" if loss is None else f"loss {loss:.4f}")

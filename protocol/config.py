@@ -21,7 +21,10 @@ import yaml
 from protocol.catalogue import app_folder as app_folder
 from protocol.catalogue import classes, method_names
 from protocol.config_keys import (
+    ALWAYS_MEASURED,
     DIAGNOSTICS,
+    MAX_SCORE_NAME,
+    SCORES,
     DataConfig,
     ModelConfig,
     PrivacyConfig,
@@ -44,7 +47,14 @@ from protocol.source_spec import SITES, SOURCE_NAMES, parse_source
 
 FlatConfig = dict[str, OptionValue]
 T = TypeVar("T")
-SPEC_KEYS = ("method", "model", "client-models", "source", "partition")  # may name own code
+SPEC_KEYS = (
+    "method",
+    "model",
+    "client-models",
+    "source",
+    "partition",
+    "metrics",
+)  # may name own code
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +94,12 @@ class RunConfig:
             return choice
         is_only_there = self.data.source == SITES  # the server has no test images
         return "all" if self.method_options().is_personal or is_only_there else "none"
+
+    @property
+    def scores(self) -> dict[str, Own | None]:
+        """The scores of `metrics` by name, with their own code, or None of those of Keel."""
+        specs = names_in(self.rounds.metrics)
+        return {spec.rpartition(":")[2]: self.own.get(spec) for spec in specs}
 
     @property
     def evaluates_global(self) -> bool:
@@ -390,6 +406,15 @@ def validate(config: RunConfig) -> None:
         refuse_unknown("client-models", name, [*MODELS, *own])
     for name in names_in(rounds.diagnostics):
         refuse_unknown("diagnostics", name, ["all", *DIAGNOSTICS])
+    for name in names_in(rounds.metrics):
+        refuse_unknown("metrics", name, [*SCORES, *own])
+        score = name.rpartition(":")[2]
+        if len(score) > MAX_SCORE_NAME or (name in own and score in ALWAYS_MEASURED):
+            raise ConfigError(
+                "metrics",
+                f"metrics = {name!r}: expected another name, of up to {MAX_SCORE_NAME} characters: "
+                "Keel measures accuracy and loss itself",
+            )
     model_spec(model.model).check(
         model.model, model.norm, model.width, model.layer_widths, model.variant
     )

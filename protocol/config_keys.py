@@ -226,6 +226,16 @@ DIAGNOSTICS = (  # server_app.diagnostics.comparison computes them
     *("between-class-trace", "deviation-bound", "deviating-share", "drift", "relative-drift"),
 )
 
+ALWAYS_MEASURED = ("accuracy", "loss")
+SCORES = (
+    *ALWAYS_MEASURED,
+    "macro-f1",
+    "balanced-accuracy",
+    "auroc",
+    "ece",
+)  # client_app.scores has the rest
+MAX_SCORE_NAME = 40  # characters of an own score's name, which is part of a metric's
+
 
 def names_in(text: str) -> list[str]:
     """The names in a value such as "drift, vci"."""
@@ -332,6 +342,11 @@ class RoundsConfig:
     evaluate_clients: str = option(
         one_of("auto", "none", "cohort", "all"),
         "clients whose local test parts are used; auto: all for personal methods, else none",
+    )
+    metrics: str = option(
+        any_text(),
+        f"scores beside the accuracy: some of {', '.join(SCORES)}, or your own, such as "
+        "mine.py:top2, comma-separated",
     )
     last_rounds: int = option(
         at_least(1), "the summary's mean and median are over this many last evaluations"

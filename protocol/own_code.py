@@ -136,6 +136,11 @@ def own_of(name: str, value: Any) -> Own:
         place, _, _ = spec.rpartition(":")
         text, path = text_of(sys.modules[place])
         return remembered(Own(spec, digest(text.encode()), text, path=path, live=value))
+    return by_value(name, value)
+
+
+def by_value(name: str, value: Any) -> Own:
+    """An object as own code called `name`, whatever module has it; ValueError as `own_of`."""
     import cloudpickle
 
     for module_name in [each for each in sys.modules if each.startswith(MODULE_PREFIX)]:

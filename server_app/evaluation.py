@@ -7,10 +7,13 @@ from collections.abc import Sequence, Set
 from flwr.app import Message, MessageType
 
 import client_app.evaluation
+from client_app.scores import score_functions
 from protocol.array_records import array_record
 from protocol.arrays import Arrays
-from protocol.config_keys import RoundsConfig
+from protocol.config_keys import ALWAYS_MEASURED, RoundsConfig
 from protocol.messages import EvaluateRequest, TrainReply, request_record
+from protocol.text import shortened
+from server_app.confusion import note_confusion
 from server_app.history import Line
 from server_app.record import client_fields
 from server_app.start import Question, Run
@@ -56,7 +59,19 @@ def evaluate_clients(
         fields["reset_needed"] = sorted({*report.reset_needed, *evaluation.reset_needed})
         fields["evaluation_bytes_down"] = num_bytes
         fields["evaluation_bytes_up"] = evaluation.bytes_up
-    return fields | client_fields(scored, run.experiment.method)
+    note_missing(run, number, scored)
+    return fields | client_fields(scored, run.experiment.method, list(run.config.scores))
+
+
+def note_missing(run: Run, number: int, scored: Sequence[TrainReply]) -> None:
+    """A warning, once a run, for each score that some client has no number of."""
+    for name in sorted(run.config.scores.keys() - {*ALWAYS_MEASURED} - run.missing_scores):
+        metric = f"-score.{name}"
+        without = [r.client for r in scored if not any(m.endswith(metric) for m in r.metrics)]
+        if without:
+            run.missing_scores.add(name)
+            text = "round %d: metric %s has no number at %s: its mean is over the other clients"
+            log.warning(text, number, name, shortened(without))
 
 
 def not_to_evaluate(run: Run, number: int, clients: Set[str], silent: Set[str]) -> dict[str, str]:
@@ -102,13 +117,17 @@ def ask_to_evaluate(
     return report, question.num_bytes
 
 
-def global_score(run: Run, number: int, arrays: Arrays) -> dict[str, float]:
-    """Accuracy and loss of the global model on the source's test set."""
+def global_score(run: Run, number: int, arrays: Arrays) -> Line:
+    """Accuracy, loss and other scores of the global model on the source's test set."""
     experiment = run.experiment
     model = experiment.model.to(experiment.device)
     model.load_state_dict(experiment.initial_weights | arrays)
-    precision = run.config.train.precision
-    score = client_app.evaluation.evaluate(model, experiment.test_samples, precision)
+    precision, functions = run.config.train.precision, score_functions(run.config)
+    score = client_app.evaluation.evaluate(model, experiment.test_samples, precision, functions)
+    for name in sorted(score.faults.keys() - run.missing_global_scores):
+        run.missing_global_scores.add(name)
+        text = "round %d: metric %s of the global model %s: it has no value in this round"
+        log.warning(text, number, name, score.faults[name])
     if not math.isfinite(score.loss):  # null in the history
         log.warning(
             "round %d: the global model's loss on the test set is %s: the model has diverged and "
@@ -117,7 +136,12 @@ def global_score(run: Run, number: int, arrays: Arrays) -> dict[str, float]:
             score.loss,
             divergence_advice(run.config.rounds),
         )
-    return {"accuracy": score.accuracy, "loss": score.loss}
+    note_confusion(run.directory.path, number, score, experiment.data.class_names)
+    found: Line = {"accuracy": score.accuracy, "loss": score.loss}
+    if names := run.config.scores:
+        others = {"loss": score.loss, **score.others}
+        found["scores"] = {name: others[name] for name in names if name in others}
+    return found
 
 
 def divergence_advice(rounds: RoundsConfig) -> str:

@@ -10,6 +10,7 @@ from client_app.method import Method
 from client_app.methods import method_of
 from client_app.networks import placed
 from client_app.samples import Samples
+from client_app.scores import score_functions
 from client_app.setup import dataset_spec_of, device_for, model_for, open_source, pixels_of
 from data.sources import Source
 from models import StagedModel
@@ -45,6 +46,7 @@ def build_experiment(config: RunConfig) -> Experiment:
     method = method_of(config)
     source = open_source(config)  # decoded here, before any client opens it
     model = model_for(config, source)
+    score_functions(config)  # raises for own code that is no function
     method.check_model(model)  # raises for layers that this network does not have
     initial_weights = {name: array.clone() for name, array in model.state_dict().items()}
     strategy = strategy_for(config, model)

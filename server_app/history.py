@@ -22,10 +22,40 @@ CURVES = (
 # the first of these curves that was measured is the accuracy
 HEADLINE = (("personal", "mean"), ("global", "accuracy"), ("local_global", "mean"))
 
+# whose scores of `metrics` a line may have: key in a line, description
+WHOSE = {
+    "global": "global model, test set",
+    "local_global": "global model, clients' test parts",
+    "personal": "personal models, clients' test parts",
+}
+LOWER_IS_BETTER = ("loss", "ece")
+
+
+def value_in(line: Mapping[str, Any], key: str, name: str) -> float | None:
+    """An accuracy of one of CURVES, or a score of `score_curves`; None if it was not measured."""
+    part = line.get(key, {})
+    value: float | None = part.get("scores", {}).get(name, part.get(name))
+    return value
+
+
+def score_curves(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """The scores that were measured beside the accuracy, as in CURVES."""
+    found = dict.fromkeys(
+        (key, name) for key in WHOSE for line in history for name in scores_in(line, key)
+    )
+    return [(key, name, f"{name}, {WHOSE[key]}") for key, name in found if name != "accuracy"]
+
+
+def scores_in(line: Mapping[str, Any], key: str) -> Mapping[str, float]:
+    """The scores of `metrics` of the models `key` of WHOSE."""
+    found: Mapping[str, float] = line.get(key, {}).get("scores", {})
+    return found
+
 
 def curve(history: Sequence[Mapping[str, Any]], key: str, name: str) -> list[tuple[int, float]]:
-    """(round, accuracy) of every evaluated round of one of CURVES."""
-    return [(line["round"], line[key][name]) for line in history if key in line]
+    """(round, value) of every evaluated round of one of CURVES or of `score_curves`."""
+    pairs = ((line["round"], value_in(line, key, name)) for line in history)
+    return [(number, value) for number, value in pairs if value is not None]
 
 
 def headline_of(history: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
@@ -41,6 +71,10 @@ def scalars(line: Mapping[str, Any]) -> dict[str, float]:
     found |= {f"seconds/{name}": value for name, value in line["seconds"].items()}
     if (loss := line.get("global", {}).get("loss")) is not None:
         found["loss/global.loss"] = loss
+    for key in WHOSE:
+        found |= {
+            f"score/{key}.{name}": v for name, v in scores_in(line, key).items() if v is not None
+        }
     names = ("bytes_down", "bytes_up", "rejected", "evaluation_bytes_down", "evaluation_bytes_up")
     found |= {name: line[name] for name in names if name in line}
     return found | {"left_out": line["num_left_out"]}
@@ -65,22 +99,11 @@ def summarise(
     """The fields of summary.json for these rounds of a run with this flat config.
 
     accuracy: final and best of the headline curve, None before the first evaluation. results: of
-    every curve of CURVES, with mean and median over the last `last_rounds` evaluations.
+    every curve of CURVES, with mean and median over the last `last_rounds` evaluations. scores: the
+    same of `score_curves`, where there are any; the best loss and ece are the lowest.
     """
-    results: dict[str, Any] = {}
-    for key, name, description in CURVES:
-        values = [value for _, value in curve(history, key, name)]
-        if values:
-            num_last = min(last_rounds, len(values))
-            results[f"{key}.{name}"] = {
-                "what": description,
-                "final": values[-1],
-                "best": max(values),
-                f"mean of last {num_last}": statistics.fmean(values[-num_last:]),
-                f"median of last {num_last}": statistics.median(values[-num_last:]),
-                # over all evaluations, as FedRCL reports it
-                "EMA 0.9": reduce(lambda ema, value: 0.9 * ema + (1 - 0.9) * value, values),
-            }
+    results = results_of(history, CURVES, last_rounds)
+    scores = results_of(history, score_curves(history), last_rounds)
     keys = ("method", "server-optimizer", "source", "model", "seed", "num-rounds")
     headline = ".".join(headline_of(history))
     seconds = sum(sum(line["seconds"].values()) for line in history)
@@ -98,7 +121,29 @@ def summarise(
         "left_out": sum(line["num_left_out"] for line in history),
         "rejected": sum(line.get("rejected", 0) for line in history),
         "results": results,
+        **({"scores": scores} if scores else {}),
     }
+
+
+def results_of(
+    history: Sequence[Line], curves: Sequence[tuple[str, str, str]], last_rounds: int
+) -> dict[str, Any]:
+    """Final, best, mean and median of each of these curves that was measured."""
+    results: dict[str, Any] = {}
+    for key, name, description in curves:
+        values = [value for _, value in curve(history, key, name)]
+        if values:
+            num_last = min(last_rounds, len(values))
+            results[f"{key}.{name}"] = {
+                "what": description,
+                "final": values[-1],
+                "best": min(values) if name in LOWER_IS_BETTER else max(values),
+                f"mean of last {num_last}": statistics.fmean(values[-num_last:]),
+                f"median of last {num_last}": statistics.median(values[-num_last:]),
+                # over all evaluations, as FedRCL reports it
+                "EMA 0.9": reduce(lambda ema, value: 0.9 * ema + (1 - 0.9) * value, values),
+            }
+    return results
 
 
 def privacy_text(privacy: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ after the round or the summary is on disk; an exception in one ends the run.
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +16,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from protocol.text import num_of, size_of_data
-from server_app.history import CURVES, Line, duration, privacy_text
+from server_app.history import (
+    CURVES,
+    Line,
+    duration,
+    privacy_text,
+    score_curves,
+    value_in,
+)
 
 log = logging.getLogger("keel.server")
 NOTE_EVERY_S = 10.0
@@ -141,6 +148,8 @@ def round_text(line: Line, info: RunInfo, seconds_left: float) -> str:
         if key in line and name != "worst_decile":
             model, _, where = description.partition(", ")
             parts.append(f"accuracy {100 * line[key][name]:.2f} % ({model}, {where})")
+    for key, name, description in score_curves([line]):
+        parts.append(f"{name} {value_in(line, key, name):.4f} ({description.partition(', ')[2]})")
     if "supervised" in line["losses"]:
         loss = line["losses"]["supervised"]
         parts.append("loss not finite" if loss is None else f"loss {loss:.4f}")
@@ -164,15 +173,10 @@ class SummaryTable(RunObserver):
     def on_run_end(self, summary: Mapping[str, Any]) -> None:
         """Print accuracies, time, traffic, privacy, the run directory."""
         console = Console(width=100, highlight=False)
-        table = Table(title=escape(self.title), title_justify="left")
-        table.add_column("accuracy (%)")
-        rows = list(summary["results"].values())
-        for name in list(rows[0])[1:] if rows else []:
-            table.add_column(name, justify="right")
-        for row in rows:
-            what, *values = row.values()
-            table.add_row(escape(what), *(f"{100 * value:.2f}" for value in values))
-        console.print(table)
+        title = escape(self.title)
+        console.print(results_table(title, "accuracy (%)", summary["results"].values(), True))
+        if scores := summary.get("scores"):
+            console.print(results_table("", "score", scores.values()))
         console.print(
             f"{escape(summary['status'])}: {num_of('round', summary['rounds'])}, "
             f"{duration(summary['seconds'])}, "
@@ -185,3 +189,18 @@ class SummaryTable(RunObserver):
         for text in summary["warnings"]:
             console.print(f"warning: {escape(text)}", soft_wrap=True)
         console.print(f"run directory: {escape(summary['directory'])}", soft_wrap=True)
+
+
+def results_table(
+    title: str, head: str, rows: Iterable[Mapping[str, Any]], in_percent: bool = False
+) -> Table:
+    """The results of a summary under the heading `head`."""
+    table = Table(title=title or None, title_justify="left")
+    table.add_column(head)
+    for place, row in enumerate(rows):
+        what, *values = row.values()
+        for name in list(row)[1:] if place == 0 else []:
+            table.add_column(name, justify="right")
+        shown = (f"{100 * v:.2f}" if in_percent else f"{v:.4f}" for v in values)
+        table.add_row(escape(what), *shown)
+    return table

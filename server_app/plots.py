@@ -1,7 +1,7 @@
 """Accuracies and losses over rounds, in run directories and `keel compare`; needs no torch."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -11,6 +11,7 @@ from matplotlib.legend import Legend
 from matplotlib.ticker import MaxNLocator
 
 from protocol.text import printable
+from server_app.history import WHOSE, Line, curve, score_curves
 
 MAX_MARKED = 40  # points; a longer curve has no markers
 MAX_INSIDE = 10  # curves of a panel whose legend is in it; the legend of more is beside it
@@ -21,17 +22,24 @@ DASHES = ("-", "--", ":", "-.")  # for each ten curves the next, as there are te
 Curves = Iterable[tuple[str, Sequence[tuple[int, float]]]]  # label, (round, value)
 
 
-def accuracy_figure(curves: Curves, title: str = "", losses: Curves = ()) -> Figure:
+def accuracy_figure(
+    curves: Curves,
+    title: str = "",
+    losses: Curves = (),
+    scores: Mapping[str, Curves] | None = None,
+) -> Figure:
     """One line for each curve: its label, and (round, accuracy in [0, 1]) of evaluated rounds.
 
-    losses: likewise, in a panel of their own.
+    losses: likewise, in a panel of their own. scores: likewise, a panel for each name.
     """
-    losses = [(label, points) for label, points in losses if points]
-    figure = Figure(figsize=(7, 7 if losses else 4.2), layout="constrained")
-    panels = figure.subplots(2 if losses else 1, sharex=True, squeeze=False)[:, 0]
     percents = [(label, [(r, 100 * value) for r, value in points]) for label, points in curves]
-    drawn: list[tuple[Curves, str]] = [(percents, "accuracy (%)"), (losses, "loss")]
-    for axes, (lines, name) in zip(panels, drawn, strict=False):
+    drawn: list[tuple[Curves, str]] = [(percents, "accuracy (%)")]
+    losses = [(label, points) for label, points in losses if points]
+    drawn += [(losses, "loss")] if losses else []
+    drawn += [(lines, name) for name, lines in (scores or {}).items()]
+    figure = Figure(figsize=(7, max(4.2, 3.5 * len(drawn))), layout="constrained")
+    panels = figure.subplots(len(drawn), sharex=True, squeeze=False)[:, 0]
+    for axes, (lines, name) in zip(panels, drawn, strict=True):
         colors = list(TABLEAU_COLORS.values())
         dashes = [each for each in DASHES for _ in colors]
         axes.set_prop_cycle(color=colors * len(DASHES), linestyle=dashes)
@@ -42,7 +50,7 @@ def accuracy_figure(curves: Curves, title: str = "", losses: Curves = ()) -> Fig
                 # matplotlib leaves out labels that begin with an underscore
                 text = f" {text}" if text.startswith("_") else text
                 axes.plot(*zip(*points, strict=True), label=text, marker=marker, ms=3)
-        axes.set(ylabel=name)
+        axes.set(ylabel=printable(name))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         if axes.lines:
@@ -51,6 +59,14 @@ def accuracy_figure(curves: Curves, title: str = "", losses: Curves = ()) -> Fig
     panels[0].set_title(printable(title), parse_math=False)
     panels[-1].set(xlabel="round")
     return figure
+
+
+def scores_of(history: Sequence[Line]) -> dict[str, Curves]:
+    """The curves of each score of `metrics`, by its name, labelled with the models."""
+    found: dict[str, list[tuple[str, Sequence[tuple[int, float]]]]] = {}
+    for key, name, _ in score_curves(history):
+        found.setdefault(name, []).append((WHOSE[key], curve(history, key, name)))
+    return dict(found)
 
 
 def legend_of(axes: Axes) -> Legend:

@@ -6,7 +6,8 @@ A run collects one dict a round, which `split` divides. history.jsonl gets
     failed update validation), num_reset_needed, num_backed_off, num_late, losses, seconds (by
     phase; those of all rounds add up to the run's), client_seconds, client_cpu_seconds, bytes_down,
     bytes_up; if measured: global (accuracy, loss), local_global and personal (mean, worst_decile),
-    diagnostics, num_evaluation_left_out, evaluation_bytes_down, evaluation_bytes_up
+    each with `scores` (those of `metrics`), diagnostics, num_evaluation_left_out,
+    evaluation_bytes_down, evaluation_bytes_up
 
 and clients.jsonl
 
@@ -114,11 +115,14 @@ def training_fields(
     }
 
 
-def client_fields(replies: list[TrainReply], method: Method) -> dict[str, Any]:
+def client_fields(
+    replies: list[TrainReply], method: Method, scores: Sequence[str] = ()
+) -> dict[str, Any]:
     """Accuracies on the clients' local test parts: mean, worst decile, and each client's.
 
     `personal` is of the clients' own models, `local_global` of the global one. An accuracy of a
-    model that the method does not have is ignored: no honest client sends it.
+    model that the method does not have is ignored: no honest client sends it. scores: the names of
+    the run's other scores; recorded is the mean over the clients that sent one.
     """
     fields: dict[str, Any] = {}
     for key, metric, has_model in (
@@ -134,4 +138,19 @@ def client_fields(replies: list[TrainReply], method: Method) -> dict[str, Any]:
                 "worst_decile": float(np.mean(ascending[: max(1, len(ascending) // 10)])),
                 "clients": dict(sorted(accuracies.items())),
             }
+            if scores:
+                fields[key]["scores"] = mean_scores(sent, metric.removesuffix("accuracy"), scores)
     return fields
+
+
+def mean_scores(
+    replies: Sequence[TrainReply], prefix: str, scores: Sequence[str]
+) -> dict[str, float]:
+    """The mean of each of these scores over the clients that sent it. prefix: such as "global-"."""
+    found = {}
+    for name in scores:
+        metric = f"{prefix}loss" if name == "loss" else f"{prefix}score.{name}"
+        values = [reply.metrics[metric] for reply in replies if metric in reply.metrics]
+        if values:
+            found[name] = float(np.mean(values))
+    return found

@@ -21,7 +21,7 @@ from protocol.ray_nodes import devices_by_node
 from server_app.diagnostics.plots import plot_rounds
 from server_app.history import CURVES, Line, curve, summarise
 from server_app.observers import RoundLog, RunInfo, RunObserver
-from server_app.plots import accuracy_figure
+from server_app.plots import accuracy_figure, scores_of
 from server_app.run_directory import save_arrays
 from server_app.run_reader import MODEL_FILE, SUMMARY_FILE, RunReader
 from server_app.start import Run
@@ -151,7 +151,7 @@ def plot_accuracy(history: Sequence[Line], title: str, path: Path) -> None:
     for term in dict.fromkeys(name for line in history for name in line["losses"]):
         points = [(line["round"], line["losses"].get(term)) for line in history]
         losses.append((f"{term}, training", [(n, loss) for n, loss in points if loss is not None]))
-    save_png(accuracy_figure(curves, title, losses), path)
+    save_png(accuracy_figure(curves, title, losses, scores_of(history)), path)
 
 
 def iso_time(seconds: float) -> str:

@@ -19,7 +19,7 @@ from keel.progress import SHORT, round_line
 from keel.runs import COLOURS, FINISHED, RUNNING, SavedRun, find_run
 from keel.tables import terminal_console
 from protocol.text import printable
-from server_app.history import CURVES, curve, duration, privacy_text
+from server_app.history import CURVES, curve, duration, privacy_text, score_curves, value_in
 
 RECENT_ROUNDS = 10  # whose left out clients are named
 SHOWN_ROUNDS = 15  # rows of the live table
@@ -77,6 +77,10 @@ def status_lines(run: SavedRun) -> list[str]:
                 f"round {number}: {100 * value:.2f} %" for number, value in points[-3:]
             )
             lines.append(f"accuracy  {description}: {shown}")
+    for key, name, description in score_curves(run.history):
+        points = curve(run.history, key, name)[-3:]
+        shown = ", ".join(f"round {number}: {value:.4f}" for number, value in points)
+        lines.append(f"score     {description}: {shown}")
     if privacy := run.summary.get("privacy"):
         lines.append(f"privacy   {privacy_text(privacy)}")
     recent = recent_clients(run)
@@ -138,6 +142,10 @@ def live_view(run: SavedRun) -> Group:
     for key, name, _ in CURVES:
         if name != "worst_decile":
             columns[SHORT[key]] = [percent(line.get(key, {}).get(name)) for line in lines]
+    for key, name, _ in score_curves(lines):
+        values = [value_in(line, key, name) for line in lines]
+        cells = ["" if value is None else f"{value:.4f}" for value in values]
+        columns[f"{name} {SHORT[key]}" if key != "global" else name] = cells
     for term in dict.fromkeys(name for line in lines for name in line["losses"]):
         losses = [line["losses"].get(term) for line in lines]
         columns[f"loss {term}"] = ["" if loss is None else f"{loss:.4f}" for loss in losses]

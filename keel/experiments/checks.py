@@ -146,7 +146,11 @@ def check_curve(cell: Cell, config: RunConfig) -> None:
         "local_global.mean": method.has_global_model and evaluates,
         "personal.mean": method.is_personal and evaluates,
     }
-    if has_curve[cell.of]:
+    key, _, name = cell.of.partition(".")
+    if name in config.scores:  # measured where the accuracy is
+        kinds = [of for of in has_curve if of.startswith(f"{key}.")]
+        has_curve |= {cell.of: has_curve[kinds[0]]}
+    if has_curve.get(cell.of):
         return
     recorded = [name for name, is_there in has_curve.items() if is_there]
     found = " and ".join(recorded) or "no accuracy"

@@ -4,12 +4,27 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
+
+from server_app.history import LOWER_IS_BETTER, WHOSE, scores_in
 
 # Accuracy of the global model on the source's test set, of the global model on the clients' test
 # parts, of the personal models on those. A curve `a.b` is line["a"]["b"] of history.jsonl.
-Curve = Literal["global.accuracy", "local_global.mean", "personal.mean"]
-CURVES: tuple[Curve, ...] = get_args(Curve)
+# A score of `metrics` is one of `global.NAME`, `local_global.NAME`, `personal.NAME`.
+CURVES = ("global.accuracy", "local_global.mean", "personal.mean")
+
+
+def check_curve_name(text: object) -> str:
+    """One of CURVES, or a score's name after `global.` and the like; else ValueError."""
+    key, dot, name = str(text).partition(".")
+    if text in CURVES or (dot and key in WHOSE and name not in ("", "accuracy", "mean")):
+        return str(text)
+    raise ValueError(
+        f"expected {', '.join(CURVES)}, or a score of metrics after global., local_global. or "
+        "personal., such as global.macro-f1"
+    )
+
+
 TAKES = (
     "final, best, 'median N' or 'mean N' of N whole rounds, 'ema DECAY', 'seconds to PERCENT' or "
     "'seconds a round'"
@@ -114,13 +129,17 @@ class History:
                 is_omitted = has_diverged if key == "global" else number in partial
                 if not is_omitted and key in line and line[key][name] is not None:
                     points.append((number, line[key][name]))
+            for key in WHOSE:
+                is_omitted = has_diverged if key == "global" else number in partial
+                for name, value in {} if is_omitted else scores_in(line, key).items():
+                    self._points.setdefault(f"{key}.{name}", []).append((number, value))
             if "diagnostics" in line:
                 self.diagnostics.append((number, line["diagnostics"]))
         self.clocks = {k: v for k, v in self.clocks.items() if len(v) == len(self.rounds)}
 
     def points(self, curve: str) -> Points:
         """(round, accuracy in [0, 1]) for each round in which `curve` was evaluated."""
-        return self._points[curve]
+        return self._points.get(curve, [])
 
 
 def measure(
@@ -154,7 +173,7 @@ def measure(
         case "final":
             return values[-1]
         case "best":
-            return max(values)
+            return min(values) if curve.partition(".")[2] in LOWER_IS_BETTER else max(values)
         case "median":
             return statistics.median(window)
         case "mean":

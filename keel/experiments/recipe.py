@@ -7,7 +7,8 @@
     config               config keys of every run
     seeds                a number, or a list of seeds
     of                   global.accuracy (the default; the test set), local_global.mean or
-                         personal.mean (of the clients' test parts)
+                         personal.mean (of the clients' test parts); or a score of `metrics`, such
+                         as global.macro-f1
     take, at             how the curve becomes one number, and at which round: final (the default),
                          best, 'median N', 'mean N', 'ema DECAY', 'seconds to PERCENT' or 'seconds
                          a round'

@@ -19,7 +19,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from keel.experiments.measure import Curve, Take, parse_take
+from keel.experiments.measure import Take, check_curve_name, parse_take
 from protocol.config import default_config
 from protocol.options import OptionValue, did_you_mean
 
@@ -158,7 +158,7 @@ class Reading(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
-    of: Curve | None = None
+    of: Annotated[str, BeforeValidator(check_curve_name)] | None = None
     take: Annotated[Take | None, BeforeValidator(parse_take)] = None
     at: Annotated[int, Field(strict=True, ge=0)] = 0
 

@@ -29,6 +29,7 @@ from protocol.config import resolve_config
 from protocol.models import model_spec
 from protocol.options import OptionValue
 from protocol.text import num_of
+from server_app.history import LOWER_IS_BETTER
 
 Results = Mapping[tuple[str, str], "Result"]  # by row and column
 
@@ -62,7 +63,8 @@ def best_candidate(cell: Cell, options: Options, folder: Path, is_final: bool) -
         run = run_of(cell, candidate, options.seeds[0], options, folder)
         if run.status:
             number = number_of(cell, run)
-            sign = -1 if cell.take.is_time else 1
+            is_low = cell.take.is_time or cell.of.partition(".")[2] in LOWER_IS_BETTER
+            sign = -1 if is_low else 1
             found.append((-math.inf if number is None else sign * number, candidate))
         elif is_final:
             return None

@@ -21,7 +21,7 @@ from keel.views.run_page import headline
 from keel.views.store import ShownRun, fields_of, part_of
 from protocol.options import typed
 from protocol.text import in_one_line
-from server_app.history import CURVES
+from server_app.history import CURVES, LOWER_IS_BETTER, WHOSE, score_curves
 
 AXES = {"round": "round", "MB": "MB sent and received", "spent": "seconds"}
 HEADLINE_CHOICE = "headline"
@@ -30,7 +30,9 @@ MAX_LABEL_KEYS = 4
 
 @dataclass(frozen=True)
 class View:
-    """The choices on the page. curve: HEADLINE_CHOICE, `key/name` of CURVES, or `losses/TERM`."""
+    """The choices on the page. curve: HEADLINE_CHOICE, `key/name` of CURVES,
+    `key/scores/NAME`, or `losses/TERM`.
+    """
 
     x: str = "round"
     curve: str = HEADLINE_CHOICE
@@ -40,15 +42,22 @@ class View:
     by_seed: bool = False
 
     @property
-    def is_loss(self) -> bool:
-        """Whether the curve is a loss: no percentage, and the lowest is the best."""
-        return self.curve.startswith("losses/")
+    def kind(self) -> str:
+        """accuracy (in percent), loss, or the name of a score of `metrics`."""
+        if self.curve.startswith("losses/"):
+            return "loss"
+        return self.curve.rpartition("/")[2] if "/scores/" in self.curve else "accuracy"
+
+    @property
+    def unit(self) -> str:
+        """What follows the kind in headings."""
+        return " (%)" if self.kind == "accuracy" else ""
 
     def shown(self, value: float) -> str:
         """A value of the curve, as tables show it."""
         if pd.isna(value):
             return ""
-        return f"{value:.4g}" if self.is_loss else f"{value:.2f}"
+        return f"{value:.2f}" if self.unit else f"{value:.4g}"
 
 
 def view_of(query: Mapping[str, str]) -> View:
@@ -58,6 +67,8 @@ def view_of(query: Mapping[str, str]) -> View:
         smoothing = min(0.99, max(0.0, float(query.get("smooth", "0"))))
     curve = query.get("curve", HEADLINE_CHOICE)
     known = {HEADLINE_CHOICE, *(f"{key}/{name}" for key, name, _ in CURVES)}
+    key, _, name = curve.partition("/scores/")
+    known |= {curve} if name and key in WHOSE else set()
     return View(
         x=query["x"] if query.get("x") in AXES else "round",
         curve=curve if curve in known or curve.startswith("losses/") else HEADLINE_CHOICE,
@@ -139,7 +150,7 @@ def points_of(run: ShownRun, view: View) -> pd.DataFrame:
     if view.curve == HEADLINE_CHOICE:
         values = headline(frame)
     elif view.curve in frame:
-        values = frame[view.curve].dropna() * (1 if view.is_loss else 100)
+        values = frame[view.curve].dropna() * (100 if view.unit else 1)
     else:
         values = pd.Series(dtype=float)
     return frame[["MB", "spent"]].assign(value=values).dropna()
@@ -169,7 +180,8 @@ def curve_of(group: Group, view: View) -> Curve:
 
 def chart(groups: Iterable[Group], view: View) -> Figure:
     """The chosen curve of every group."""
-    y = "loss" if view.is_loss else "accuracy (%)"
+    y = view.kind + view.unit
+
     found = [curve_of(group, view) for group in groups]
     figure = curves(found, AXES[view.x], y, view.log_x, view.log_y)
     # a viewer's zoom and hidden curves stay while this does
@@ -179,18 +191,21 @@ def chart(groups: Iterable[Group], view: View) -> Figure:
 
 def choices(runs: Iterable[ShownRun]) -> list[tuple[str, str]]:
     """(value, description) of the curves that some run has."""
+    runs = list(runs)
     frames = [run.frame for run in runs]
     found = [(HEADLINE_CHOICE, "accuracy (personal, else global)")]
     for key, name, description in CURVES:
         if any(f"{key}/{name}" in frame for frame in frames):
             found.append((f"{key}/{name}", description))
+    scores = dict.fromkeys(pair for run in runs for pair in score_curves(run.history))
+    found += [(f"{key}/scores/{name}", description) for key, name, description in scores]
     terms = dict.fromkeys(term for frame in frames for term in part_of(frame, "losses"))
     return found + [(f"losses/{term}", f"loss: {in_one_line(term, 60)}") for term in terms]
 
 
 def header(view: View) -> list[str]:
     """The headings of the table of results."""
-    unit = "" if view.is_loss else " (%)"
+    unit = view.unit
     about = ["group", "seeds", "not finished", "rounds", "round of final"]
     return [*about, f"final{unit}", "± sd", f"best{unit}", "MB", "seconds"]
 
@@ -206,7 +221,7 @@ def result_rows(groups: Iterable[Group], view: View) -> list[list[str]]:
         # a column for each run, the rounds that all have; a run without the curve does not count
         common = pd.DataFrame({k: v for k, v in values.items() if len(v)}).dropna()
         final = common.iloc[-1] if len(common) else pd.Series(dtype=float)
-        best = common.min() if view.is_loss else common.max()
+        best = common.min() if view.kind in LOWER_IS_BETTER else common.max()
         lengths = sorted({run.last_round for run in group.counted})
         frames = [run.frame for run in group.counted]
         spent = [

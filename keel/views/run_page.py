@@ -20,9 +20,11 @@ from keel.views.charts import (
     stacked,
 )
 from keel.views.store import TRAFFIC, ShownRun, part_of
+from protocol.config_keys import names_in
 from protocol.options import typed
 from protocol.text import in_one_line
-from server_app.history import CURVES, HEADLINE, Line, duration, privacy_text
+from server_app.history import CURVES, HEADLINE, Line, duration, privacy_text, score_curves
+from server_app.history import WHOSE as SCORED
 from server_app.run_reader import LOG_FILE, ROSTER_FILE
 
 MAX_ROUNDS = 40  # columns of the clients' heat map
@@ -120,11 +122,26 @@ def main_charts(run: ShownRun) -> dict[str, Figure]:
             [curve_of(*each) for each in accuracies(frame).items()], "round", "accuracy (%)"
         ),
         "loss": curves(losses, "round", "loss"),
+        **score_charts(run),
         "trouble": stacked(columns_of(frame, TROUBLE), "clients"),
         "traffic": stacked(columns_of(frame, TRAFFIC) / 1e6, "MB"),
         "seconds": stacked(part_of(frame, "seconds"), "seconds"),
     }
     return {name: figure for name, figure in figures.items() if figure["data"]}
+
+
+def score_names(run: ShownRun) -> list[str]:
+    """The names of the scores of `metrics`."""
+    return [name.rpartition(":")[2] for name in names_in(str(run.config.get("metrics", "")))]
+
+
+def score_charts(run: ShownRun) -> dict[str, Figure]:
+    """A chart for each score of `metrics`, with a curve for each kind of model."""
+    found: dict[str, list[Curve]] = {}
+    for key, name, _ in score_curves(run.history):
+        column = run.frame[f"{key}/scores/{name}"]
+        found.setdefault(name, []).append(curve_of(SCORED[key], column))
+    return {f"score {name}": curves(lines, "round", name) for name, lines in found.items()}
 
 
 @dataclass

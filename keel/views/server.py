@@ -147,10 +147,12 @@ def add_run(
             "id": run_id,
             "config": [],
             "num_set": 0,
+            "scores": [],
         }
         if not found.fault:
             rows = run_page.config_rows(found)
             content |= {"config": rows, "num_set": sum(is_set for *_, is_set in rows)}
+            content["scores"] = run_page.score_names(found)
         return page(pages, "run.html.j2", **content)
 
     @app.get("/run/{run_id}/data")
