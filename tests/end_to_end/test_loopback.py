@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from deployment_fixtures import (
     LOOPBACK_KEYS,
     QuietLoopback,
     limit_s,
-    lines_of,
     new_run,
     refusing_proxy,
     runs,
@@ -84,16 +82,11 @@ def inline(tmp_path_factory):
 
 
 def wait_for_end(local: Loopback, run_id: int, run: Path) -> str:
-    """Flower's status of a run that has ended; each of its rounds may take `limit_s`.
+    """Flower's status of a run that has ended.
 
     Flower is asked only at the end: each time takes a process of more than a second.
     """
-    rounds, deadline = -1, 0.0
-    while not has_ended(run):
-        if len(lines_of(run)) > rounds:
-            rounds, deadline = len(lines_of(run)), time.monotonic() + limit_s
-        assert time.monotonic() < deadline, f"nothing happened in {limit_s} s"
-        time.sleep(0.2)
+    wait_until(lambda: has_ended(run), 3 * limit_s)
     return local.superlink.wait(run_id, limit_s)
 
 
@@ -136,11 +129,11 @@ def server_app_pid(local: Loopback) -> int:
 
 
 def test_keel_run_follows_a_run_whose_bits_are_those_of_the_inline_engine(deployed, inline, capfd):
-    output = deployed.root / "server" / "keel" / "runs"
+    output, before = deployed.root / "server" / "keel" / "runs", set(runs(deployed))
     assert main(["run", *words(LOOPBACK_KEYS), f"output-dir={output}", *on(deployed)]) == 0
     shown = capfd.readouterr().out
     assert all(f"round {number}/3" in shown for number in (1, 2, 3))
-    [run] = runs(deployed)
+    [run] = set(runs(deployed)) - before
     assert summary_of(run)["status"] == "finished"
     assert same_bits(final_model(run), final_model(inline))
     assert state_of_clients(deployed, run) == state_inline(inline)
@@ -178,9 +171,10 @@ def test_killed_and_hung_processes_cost_no_bit_of_a_resumed_run(deployed, inline
     for name in ("worker-client-0000", "superlink"):
         os.kill(deployed.pid(name), signal.SIGKILL)
     wait_for_round(run, 2)
-    superlink = deployed.pid("superlink")
+    superlink, log = deployed.pid("superlink"), deployed.log_file("serverapp-executor")
     os.kill(superlink, signal.SIGSTOP)
-    time.sleep(40)
+    size = log.stat().st_size
+    wait_until(lambda: log.stat().st_size > size, limit_s)  # who gets no answer says so
     os.kill(superlink, signal.SIGCONT)
     os.kill(server_app_pid(deployed), signal.SIGKILL)
     resumed = deployed.superlink.submit({"resume": str(run)})
@@ -216,7 +210,7 @@ def test_the_doctor_finds_this_server_in_order_and_a_key_that_is_not_registered(
     assert after == before
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def endless(deployed):
     """`keel run` of a thousand rounds, after the first, and the run directory."""
     before = set(runs(deployed))
@@ -236,9 +230,9 @@ def endless(deployed):
         process.wait(timeout=60)
 
 
-def test_a_site_that_is_away_misses_rounds_and_returns_and_nobody_takes_its_name(deployed, endless):
+def test_a_site_that_is_away_misses_rounds_and_returns_and_ctrl_c_stops_the_run(deployed, endless):
     """Its SuperNode is killed; a SuperNode with another site's key uses its name meanwhile."""
-    _, run = endless
+    command, run = endless
     impostor, name = "client-0009", "client-0001"
     make_credentials(deployed.credentials, [deployed.host], [impostor])
     node = registered(deployed, impostor)
@@ -261,13 +255,9 @@ def test_a_site_that_is_away_misses_rounds_and_returns_and_nobody_takes_its_name
     assert nodes[name] != int(node)
     events = [json.loads(line) for line in (run / "audit.jsonl").read_text().splitlines()]
     assert [e["node"] for e in events if e["event"] == "refused"][:1] == [int(node)]
-
-
-def test_ctrl_c_stops_the_run_on_the_superlink_and_keel_resumes_it(deployed, endless):
-    process, run = endless
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err
+    command.send_signal(signal.SIGINT)
+    out, err = command.communicate(timeout=120)
+    assert command.returncode == 130, err
     assert err == ""
     assert "Traceback" not in out
     assert f"keel resume {run} --engine deployment" in "".join(out.splitlines())
