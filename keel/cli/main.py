@@ -49,6 +49,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "deploy": ("deploy", TOOLS, "Credentials, registration and a local deployment."),
     "doctor": ("doctor", TOOLS, "Check a machine and its deployment."),
     "new-method": ("new_method", OWN, "Write the file of a new method."),
+    "new-model": ("new_model", OWN, "Write the file of a new network."),
     "check-method": ("check_method", OWN, "Check a method against the contract."),
 }
 

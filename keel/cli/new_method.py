@@ -28,7 +28,10 @@ def new_method(
     check-method FILE:NAME` checks your method; it fails until the placeholders for the source are
     replaced.
     """
-    path = write_new(name, method_text(name, server_half, paper))
+    text = method_text(name, server_half, paper)
+    if name.lower() in names_taken():
+        raise ValueError(f"{name!r}: Keel has a {name.lower()!r}: choose another name")
+    path = write_new(name, text)
     option = f"{name.lower()}.mu=0.3"
     print(f"{path.name}: change the example into your method, then")
     print(f"  keel check-method {path.name}:{name}")
@@ -36,9 +39,7 @@ def new_method(
 
 
 def write_new(name: str, text: str) -> Path:
-    """The new file of a class or function. ValueError for a name that is taken or not allowed."""
-    if name.lower() in names_taken():
-        raise ValueError(f"{name!r}: Keel has a {name.lower()!r}: choose another name")
+    """The new file of a class or function. ValueError if there is one."""
     path = Path(f"{name.lower()}.py")
     if path.exists():
         raise ValueError(f"{path} exists and is not overwritten: choose another name")

@@ -6,12 +6,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from source_fixtures import copy_keel
 
 from client_app.methods import method_of
 from keel.cli.main import main
 from keel.cli.new_method import method_text, placeholders
 from protocol.config import resolve_config
+from protocol.own_code import find
 
 
 @pytest.fixture
@@ -37,13 +39,17 @@ def test_the_file_is_a_method_in_the_form_of_the_linter(here, words, printed):
     config = resolve_config({"method": "fedpull.py:FedPull", "fedpull.mu": 0.3})
     assert method_of(config).mu == 0.3
     assert method_of(config).has_own_server_half == bool(words)
-    for command in (
-        ["check", "--isolated"],
-        ["format", "--isolated", "--line-length=100", "--diff"],
-    ):
-        lint = [sys.executable, "-m", "ruff", *command, "fedpull.py"]
-        done = subprocess.run(lint, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout
+    assert linted("fedpull.py") == ""
+
+
+def linted(file):
+    """What the linter would change."""
+    printed = ""
+    for command in (["check", "--quiet"], ["format", "--quiet", "--diff"]):
+        words = ["ruff", *command, "--isolated", "--line-length=100", file]
+        done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True)
+        printed += done.stdout
+    return printed
 
 
 @pytest.mark.parametrize("name", ["FedProx", "FedAvgM", "Privacy", "fedpull", "Fed-Pull", "../X"])
@@ -52,6 +58,17 @@ def test_taken_and_bad_names_are_refused_and_nothing_is_written(here, name, caps
     assert main(["new-method", "FedPull", "--paper", 'say "x"']) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
     assert list(here.iterdir()) == []
+
+
+def test_a_new_network_takes_images_of_any_size(here, printed, capsys):
+    assert "model=small_net.py:small_net" in printed("new-model", "small_net")
+    make = find("small_net.py:small_net", "model").value
+    for shape in ((1, 8, 8), (3, 64, 48)):
+        assert make(7, shape)(torch.zeros(2, *shape)).shape == (2, 7)
+    assert linted("small_net.py") == ""
+    for name in ("small_net", "Net", "a-b"):
+        assert main(["new-model", name]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 3
 
 
 def test_a_file_is_not_overwritten(here, capsys):
