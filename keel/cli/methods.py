@@ -24,7 +24,7 @@ def methods(
     name: NameArgument = None,
     as_json: JsonOption = False,
     in_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the README's table.")
+        bool, typer.Option("--markdown", help="Print the table of the documentation.")
     ] = False,
 ) -> None:
     """List the methods, or show one with its options."""
@@ -70,7 +70,7 @@ def method_row(name: str) -> Row:
 
 
 def markdown_table(rows: Iterable[Row]) -> str:
-    """The README's table of methods."""
+    """The table of methods in docs/how-to/choose-a-method.md."""
     texts = ("paper", "regularises", "client state")
     lines = [
         [

@@ -17,7 +17,7 @@ from protocol.config import app_folder, default_config, presets
 from protocol.models import MODELS
 from protocol.options import key_of
 
-README = app_folder / "README.md"
+METHODS_PAGE = app_folder / "docs/how-to/choose-a-method.md"
 
 
 def build(name):
@@ -85,10 +85,10 @@ def test_the_markdown_table_has_one_row_a_method(printed):
     assert [row.split("`")[1] for row in rows] == list(method_names())
 
 
-def test_the_readmes_table_is_current(printed):
+def test_the_pages_table_of_methods_is_current(printed):
     """Its rows are those printed; a new method may wait for its row."""
     table = set(printed("methods", "--markdown").splitlines())
-    rows = re.findall(r"^\| `[a-z-]+`(?: \(personal\))? \|.*$", README.read_text(), re.M)
+    rows = re.findall(r"^\| `[a-z-]+`(?: \(personal\))? \|.*$", METHODS_PAGE.read_text(), re.M)
     assert rows
     assert [row for row in rows if row not in table] == []
 

@@ -29,11 +29,11 @@ def test_the_diagnostics_example_runs(home: Path, capsys: pytest.CaptureFixture[
             assert (directory / place / picture).read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_readmes_table_of_methods_is_the_generated_one(
+def test_the_pages_table_of_methods_is_the_generated_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert command_line.main(["methods", "--markdown"]) == 0
     generated = capsys.readouterr().out.strip()
-    readme = (repository / "README.md").read_text()
-    [table] = re.findall(r"with the registries -->\n(.*?)\n<!-- end of the table -->", readme, re.S)
+    page = (docs / "how-to/choose-a-method.md").read_text()
+    [table] = re.findall(r"with the registries -->\n(.*?)\n<!-- end of the table -->", page, re.S)
     assert table == generated
