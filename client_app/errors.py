@@ -16,12 +16,13 @@ from flower_adapter import CLIENT_FAILED, GPU_LOST
 from protocol.code import line_in_method
 from protocol.config import config_from_json, keel_home
 from protocol.messages import RESET_NEEDED, find_record, get_record
+from protocol.options import ConfigError
 from protocol.text import in_one_line
 
 log = logging.getLogger("keel.client")
 MAX_REASON = 2000  # characters of an error
 # errors whose text says all, so they are sent without their type
-REFUSALS = (ValueError, PrivacyRefused, ResetNeeded, ImageFileError)
+REFUSALS = (ValueError, ConfigError, PrivacyRefused, ResetNeeded, ImageFileError)
 
 
 def error_reply(error: Exception, message: Message, context: Context) -> Error:

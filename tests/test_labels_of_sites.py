@@ -79,6 +79,9 @@ def test_an_npz_file_without_names_takes_part_only_where_they_are_given(
     shifted = npz(tmp_path / "b.npz", [(0, 1), (1, 2)])
     with pytest.raises(ValueError, match=r"site-b.*'1'"):
         deployment(site("site-a", a), site("site-b", shifted), source=server)
+    with pytest.raises(ValueError, match=r"site-b\b.* classes = ") as refusal:
+        deployment(site("site-a", a), site("site-b", shifted, classes="1=cat"), source=server)
+    assert "ConfigError" not in str(refusal.value)
     named = site("site-b", shifted, classes="1=cat,2=dog")
     with caplog.at_level(logging.INFO, logger="keel.client"):
         roster, path = deployment(site("site-a", a), named, source=server)
