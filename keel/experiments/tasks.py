@@ -15,7 +15,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -89,7 +89,7 @@ def ray_tasks(resources: Resources, output: Path, with_data: Sequence[RunConfig]
     # one thread a run, on which the bits depend, unless its config says otherwise
     variables = worker_variables() | {"OMP_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0"}
     folder = tempfile.TemporaryDirectory(prefix="keel-ray-", dir="/tmp")  # sockets: short paths
-    with folder as own, interruptible(partial(shutil.rmtree, own, True), False, ENDED):
+    with folder as own, interruptible(partial(end_at_once, own), False, ENDED):
         options: dict[str, Any] = {
             "address": "local",
             "num_cpus": max(num_cores(), math.ceil(resources.workers * resources.cpus)),
@@ -119,6 +119,15 @@ def ray_tasks(resources: Resources, output: Path, with_data: Sequence[RunConfig]
             yield ray.remote(num_cpus=resources.cpus, num_gpus=gpus, max_retries=0)(execute)
         finally:
             ray.shutdown()
+
+
+def end_at_once(folder: str) -> None:
+    """Kill the processes of our Ray, which name its folder, and remove it; their runs end too."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or belongs to another user
+            if folder.encode() in (process / "cmdline").read_bytes():
+                os.kill(int(process.name), signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_machines(nodes: Sequence[Node], output: Path, with_data: Sequence[RunConfig]) -> None:
