@@ -26,7 +26,7 @@ wait_s = 300.0
 RECIPE = f"""\
 title: a small sweep
 config: {{source: digits, model: cnn-fedreco, method: fedprox, num-clients: 4, device: cpu,
-         num-rounds: {NUM_ROUNDS}, data-fraction: 0.3, alpha: 0.5, lr: 0.05}}
+         num-rounds: {NUM_ROUNDS}, data-fraction: 0.4, alpha: 0.5, lr: 0.05}}
 take: mean 2
 grid:
   fedprox.mu: [0.01, 1.0, 1.0e+30, 0.1]
