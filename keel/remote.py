@@ -18,12 +18,15 @@ from protocol.text import printable
 
 STOP_TIMEOUT_S = 60.0  # for a run to write its summary after `flwr stop`
 COMPLETED = "finished:completed"
+# all that Flower says of a ServerApp that a signal ended, such as that of `keel stop`
+ENDED_BY_SIGNAL = "Task failed with unknown error."
 
 
 def run_remotely(job: Job, terminal: Terminal) -> None:
     """Submit the run and follow its log until it has ended; Ctrl-C stops the run there.
 
-    RuntimeError, one line, if it failed, or if the SuperLink cannot be reached. A log that breaks
+    KeyboardInterrupt if `keel stop` ended it on the server. RuntimeError, one line, if it failed,
+    or if the SuperLink cannot be reached. A log that breaks
     off, as when the SuperLink restarts, does not end the run.
     """
     options = job.options
@@ -52,6 +55,8 @@ def run_remotely(job: Job, terminal: Terminal) -> None:
             raise
         if status != COMPLETED:
             details = client.run_info(run_id)["status-details"]
+            if details == ENDED_BY_SIGNAL:
+                raise KeyboardInterrupt
             raise RuntimeError(f"run {run_id} of the SuperLink: {status}: {details}")
 
 
