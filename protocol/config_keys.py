@@ -285,8 +285,8 @@ class RoundsConfig:
     )
     backoff_after: int = option(
         at_least(0),
-        "failures in a row after which a client is neither sampled nor evaluated for five rounds; "
-        "0: never",
+        "unanswered messages in a row after which a client is neither sampled nor evaluated for "
+        "five rounds, or until it answers; 0: never",
     )
     norm_bound: str = option(
         one_of("off", "fixed", "median"), "bound on the norm of a client's update"

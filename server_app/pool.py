@@ -6,7 +6,7 @@ The workers of a simulation are this process, or the nodes of Flower's simulatio
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -64,6 +64,9 @@ class Pool(Protocol):
 
     def absent(self) -> set[str]:
         """Clients that are not connected, and so not asked; also updates `roster`."""
+
+    def returned(self, clients: Set[str]) -> set[str]:
+        """Those of these clients, in backoff, that answer again; does not wait for them."""
 
     def take_late(self) -> list[str]:
         """Descriptions of the replies that came after their round, since the last call."""
@@ -164,6 +167,10 @@ class WorkerPool:
 
     def absent(self) -> set[str]:
         """Implements `Pool.absent`: no client of a simulation is ever away."""
+        return set()
+
+    def returned(self, clients: Set[str]) -> set[str]:
+        """Implements `Pool.returned`: nobody is asked before the backoff has ended."""
         return set()
 
     def take_late(self) -> list[str]:

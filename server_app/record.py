@@ -14,7 +14,8 @@ and clients.jsonl
     round, participants, left_out (client to reason), reset_needed (clients whose state is lost or
     ahead of the server), backed_off (clients not sampled: away or in backoff), late; if measured:
     local_global, personal (client to accuracy), diagnostics (client to value, by measure),
-    evaluation_left_out (client to reason).
+    evaluation_left_out (client to reason), updates (client to seconds, loss, and, where they are
+    measured, the norm of its update and the cosine with the mean of the others').
 
 A number that is not finite is null.
 """
@@ -28,6 +29,7 @@ import numpy as np
 
 from client_app.method import Method
 from protocol.messages import TrainReply
+from server_app.simulated_roster import MAX_LISTED
 from strategies.validation import RoundReport
 
 MAX_LOSS_TERMS = 32  # of a run: clients choose the names, and each is drawn as a curve
@@ -38,6 +40,8 @@ SCORES = ("local_global", "personal")  # their "clients" has each client's accur
 def split(line: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(line of history.jsonl, line of clients.jsonl)."""
     short, of_clients = dict(line), {"round": line["round"]}
+    if updates := short.pop("updates", None):
+        of_clients["updates"] = updates
     for key in COUNTED:
         if key in line:
             of_clients[key] = short.pop(key)
@@ -77,12 +81,14 @@ def training_fields(
     bytes_down: int,
     weights: Sequence[float],
     known_terms: set[str],
+    answer_seconds: Mapping[str, float],
 ) -> dict[str, Any]:
     """What is about training.
 
     weights: of the accepted replies' losses; their numbers of examples, capped as in the average.
     known_terms: the names of the run's losses so far; those that are new are added to it, first
     what most clients sent, up to MAX_LOSS_TERMS in all. Other losses are not recorded.
+    answer_seconds: of each site until its reply was there.
     """
     senders = Counter(n for r in report.accepted for n in r.metrics if n.startswith("loss."))
     new = sorted(senders.keys() - known_terms, key=lambda name: (-senders[name], name))
@@ -108,11 +114,36 @@ def training_fields(
         "rejected": report.rejected,
         "reset_needed": report.reset_needed,
         "losses": losses,
+        "updates": updates_of(report, answer_seconds),
         "bytes_down": bytes_down,
         "bytes_up": report.bytes_up,
         "client_seconds": total("seconds"),
         "client_cpu_seconds": total("cpu-seconds"),
     }
+
+
+def updates_of(
+    report: RoundReport, answer_seconds: Mapping[str, float]
+) -> dict[str, dict[str, float]]:
+    """By client what is known of its update; {} in a round of very many.
+
+    seconds: of training, as the client says, or of a site until its reply was there. loss: the
+    supervised one, or the first.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for reply in report.accepted if len(report.accepted) <= MAX_LISTED else ():
+        metrics = reply.metrics
+        losses = sorted(name for name in metrics if name.startswith("loss."))
+        name = "loss.supervised" if "loss.supervised" in losses else (losses or [""])[0]
+        values = {
+            "seconds": answer_seconds.get(reply.client, metrics.get("seconds")),
+            "loss": metrics.get(name),
+            **report.directions.get(reply.client, {}),
+        }
+        known = {key: float(f"{v:.4g}") for key, v in values.items() if v is not None}
+        if known:
+            found[reply.client] = known
+    return found
 
 
 def client_fields(

@@ -136,7 +136,7 @@ def partition_sizes(config: RunConfig, entries: Sequence[RosterEntry]) -> dict[s
 
 
 def count_warnings(config: RunConfig, entries: Sequence[RosterEntry]) -> list[str]:
-    """A line for each site with more than ten times the median, or `max-weight-share`, of samples."""
+    """A line for each site with ten times the median, or `max-weight-share`, of samples."""
     counts = {e.client: e.num_examples for e in entries if not e.num_partitions}
     median = statistics.median_low(counts.values() or [0])
     total = sum(entry.num_examples for entry in entries) or 1

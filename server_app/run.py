@@ -113,6 +113,7 @@ def sample(run: Run, number: int, arrays: Arrays) -> list[Message]:
     """The messages to the round's cohort."""
     strategy = run.experiment.strategy
     strategy.cohort.away = run.pool.absent()
+    end_backoffs(run, number)
     strategy.keeps_updates = run.monitor is not None and run.monitor.is_due(number)
     request = TrainRequest(
         run.config,
@@ -125,6 +126,16 @@ def sample(run: Run, number: int, arrays: Arrays) -> list[Message]:
     )
     record = request_record(request)
     return list(strategy.configure_train(number, array_record(arrays), record, None))
+
+
+def end_backoffs(run: Run, number: int) -> None:
+    """Have the clients in backoff that answer again take part again."""
+    backoffs = run.experiment.strategy.cohort.backoff, run.evaluation_backoff
+    waiting = {c for each in backoffs for c, last in each.last_rounds.items() if number <= last}
+    for client in sorted(run.pool.returned(waiting)):
+        log.info("client %s answers again, and takes part from round %d on", client, number)
+        for each in backoffs:
+            each.end([client])
 
 
 def ask(run: Run, number: int, messages: Sequence[Message]) -> Question:
@@ -162,7 +173,9 @@ def training_line(run: Run, number: int, question: Question, report: RoundReport
     """The part of the round's line that is about training."""
     strategy = run.experiment.strategy
     weights = strategy.counts(report.accepted)
-    line: Line = training_fields(number, report, question.num_bytes, weights, run.loss_terms)
+    line: Line = training_fields(
+        number, report, question.num_bytes, weights, run.loss_terms, question.seconds
+    )
     line["backed_off"] = question.backed_off
     line["late"] = run.pool.take_late()
     return line

@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,6 +32,7 @@ from protocol.options import OptionValue
 from protocol.source_spec import SITES
 from protocol.text import in_one_line, num_of, shortened
 from server_app.exchange import Exchange
+from server_app.pool import TTL_S
 from server_app.roster import check_partitions, check_roster, save_roster
 from server_app.run_reader import ROSTER_FILE
 from strategies.validation import RECORD_BYTES
@@ -94,6 +95,7 @@ class Sites:
         self.refused: dict[int, float] = {}  # node: when it is queried again
         self.missing: set[str] = set()
         self.late: dict[str, str] = {}  # message id: description
+        self.probes: dict[str, str] = {}  # message id: the client in backoff that was asked
         self.path: Path | None = None
         self.note: Callable[..., Any] = lambda event, **fields: None
         self.names = registered_names()
@@ -134,6 +136,27 @@ class Sites:
         for message_id, node in exchange.waiting.items():
             self.late[message_id] = f"client {self.clients[node]}'s reply to {what}"
         return silent
+
+    def returned(self, clients: Set[str]) -> set[str]:
+        """Implements `Pool.returned`: those that have answered a query of an earlier round.
+
+        The others are sent one, which they find when they are there again.
+        """
+        if not clients:
+            return set()
+        bound_pulls(self.grid, 4 * RECORD_BYTES)
+        found = set()
+        for reply in self.grid.pull_messages([*self.probes]) if self.probes else ():
+            client = self.probes.pop(reply.metadata.reply_to_message_id, "")
+            if client in clients and not reply.has_error():
+                found.add(client)
+        content = RecordDict({"round": self.query})
+        for node, entry in self.roster.items():
+            if entry.client in clients - found - {*self.probes.values()}:
+                probe = Message(content, node, MessageType.QUERY, ttl=TTL_S)
+                for message_id in self.grid.push_messages([probe]):
+                    self.probes[message_id] = entry.client
+        return found
 
     def take_late(self) -> list[str]:
         """Implements `Pool.take_late`."""

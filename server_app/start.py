@@ -1,6 +1,7 @@
 """A run under way: from its keys to its first round, and how its clients are asked."""
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -83,7 +84,8 @@ class Run:
 class Question:
     """What is sent in a round. A private release is counted before its message is sent.
 
-    silent: the clients that gave no answer in time. num_bytes: sent.
+    silent: the clients that gave no answer in time. num_bytes: sent. seconds: of each site until
+    its reply was there.
     """
 
     def __init__(
@@ -97,10 +99,11 @@ class Question:
         self.backed_off = sorted(run.experiment.strategy.cohort.backed_off(number))
         self.num_bytes = self.num_replies = 0
         self.silent: set[str] = set()
+        self.seconds: dict[str, float] = {}
 
     def ask(self, on_reply: Callable[[Message], None], max_bytes: int) -> None:
         """Send the messages and take the replies. max_bytes: of a reply."""
-        self.on_reply = on_reply
+        self.on_reply, self.started = on_reply, time.monotonic()
         self.note(*self.sizes)
         self.run.progress(self.what, 0, len(self.messages))
         silent = self.run.pool.ask(
@@ -111,6 +114,9 @@ class Question:
     def take(self, reply: Message) -> None:
         """Hand on a reply."""
         self.on_reply(reply)
+        if not self.run.pool.stores_state_here:  # those of a simulation take turns
+            client = self.clients[reply.metadata.src_node_id]
+            self.seconds[client] = time.monotonic() - self.started
         self.num_replies += 1
         self.run.progress(self.what, self.num_replies, len(self.messages))
 

@@ -30,6 +30,7 @@ from strategies.aggregation import (
     with_enough_replies,
 )
 from strategies.cohort import Cohort
+from strategies.directions import Directions
 from strategies.server_optimizers import server_optimizer
 from strategies.validation import (
     RECORD_BYTES,
@@ -75,6 +76,7 @@ class Average(Strategy):
         self.sum: ExactSum | None = None  # of the replies' arrays, where these are not held
         self.extra_total: ExactSum | None = None  # of their `extra`, by `shares`
         self.shares: dict[str, float] = {}
+        self.directions = Directions(0, {}, is_simulated=True)
         self.report = RoundReport()
 
     # --- what a method's own server half may override -----------------------------------------
@@ -229,6 +231,7 @@ class Average(Strategy):
             MessageType.TRAIN, self.cohort.sample(server_round), arrays, config
         )
         self.replies = RoundReplies(self.addressed, self._expected_reply(server_round))
+        self.directions = Directions(len(self.addressed), self.sent, bool(self.partition_sizes))
         self.sum = None if self._holds_updates else self._empty_sum()
         self.shares = self.extra_shares([*self._declared]) if self.sum else {}
         self.extra_total = self._empty_extra_sum() if self.shares else None
@@ -271,6 +274,8 @@ class Average(Strategy):
         """
         assert self.replies, "configure_train comes first"
         reply = self.replies.add(message)
+        if reply and self.directions.is_on:
+            self.directions.add(reply.client, self.update_of(reply), self.trainable)
         if reply is None or self.sum is None:
             return
         [weight] = self.weights([reply])
@@ -297,8 +302,10 @@ class Average(Strategy):
             self.replies.reject(beyond_norms(self.replies.accepted, *checks))
         self.report, self.replies = self.replies.report(), None
         accepted = self.report.accepted
-        failed = {e.client for e in self.addressed.values()} & self.report.left_out.keys()
-        self.cohort.note(server_round, {reply.client for reply in accepted}, failed)
+        weights = self.weights(accepted) if accepted else []
+        self.report.directions = self.directions.of([r.client for r in accepted], weights)
+        asked = {entry.client for entry in self.addressed.values()}
+        self.cohort.note(server_round, asked - self.report.silent, self.report.silent)
         self.report.check_enough(server_round, self.config.rounds)
         following = self.next_arrays(self.current, accepted) or {}  # {}: a forgotten return
         self.sum = self.extra_total = None

@@ -1,8 +1,8 @@
 """The run's clients, and the cohort of each round: who is sampled, and who is in backoff.
 
-A dead client costs a whole timeout in each round in which it is sampled. After `backoff-after`
-failures in a row it is not sampled, or not evaluated, for five rounds. Then one more failure
-excludes it again, and one success clears it.
+A dead client costs a whole timeout in each round in which it is sampled. After it has given no
+answer `backoff-after` times in a row it is not sampled, or not evaluated, for five rounds. Then one
+more silence excludes it again. Any answer, also an error, ends the backoff: it costs no timeout.
 """
 
 import logging
@@ -27,10 +27,10 @@ def name_of(number: int) -> str:
 
 
 class Backoff:
-    """Each client's failures in a row, and the last round of its backoff."""
+    """How often each client gave no answer in a row, and the last round of its backoff."""
 
     def __init__(self, backoff_after: int) -> None:
-        self.backoff_after = backoff_after  # failures in a row; 0: never
+        self.backoff_after = backoff_after  # unanswered messages in a row; 0: never
         self.failures: dict[str, int] = {}
         self.last_rounds: dict[str, int] = {}
 
@@ -43,22 +43,28 @@ class Backoff:
         }
         return found if len(clients) - len(found) >= min_left else set()
 
-    def note(self, server_round: int, good: Collection[str], failed: Collection[str]) -> list[str]:
-        """Record a round; returns the clients that are backed off from the next round on."""
-        for client in good:
+    def end(self, clients: Iterable[str]) -> None:
+        """Note that these clients answer."""
+        for client in clients:
             self.failures.pop(client, None)
             self.last_rounds.pop(client, None)
-        for client in sorted(failed):  # the order is in the checkpoint
+
+    def note(
+        self, server_round: int, answered: Iterable[str], silent: Collection[str]
+    ) -> list[str]:
+        """Record a round; returns the clients that are backed off from the next round on."""
+        self.end(answered)
+        for client in sorted(silent):  # the order is in the checkpoint
             self.failures[client] = self.failures.get(client, 0) + 1
         if not self.backoff_after:
             return []
-        new = sorted(c for c in failed if self.failures[c] >= self.backoff_after)
+        new = sorted(c for c in silent if self.failures[c] >= self.backoff_after)
         for client in new:
             self.last_rounds[client] = server_round + BACKOFF_ROUNDS
         return new
 
     def state(self) -> dict[str, list[int]]:
-        """[failures, last round of the backoff] of each client that has failed lately."""
+        """[failures, last round of the backoff] of each client that gave no answer lately."""
         return {
             client: [failures, self.last_rounds.get(client, 0)]
             for client, failures in self.failures.items()
@@ -71,7 +77,7 @@ class Backoff:
 
 
 class Cohort:
-    """Samples clients by name from the run's seed, and remembers who was accepted and who failed.
+    """Samples clients by name from the run's seed; remembers who was accepted and who was silent.
 
     roster: node id to the client behind it; may change between rounds (a restarted SuperNode).
     away: clients that are not connected. last_accepted_rounds: by client.
@@ -115,7 +121,7 @@ class Cohort:
         return self.nodes_of(available[i] for i in chosen)
 
     def backed_off(self, server_round: int) -> set[str]:
-        """Clients that are not sampled in this round: disconnected, or failed too often.
+        """Clients that are not sampled in this round: disconnected, or silent too often.
 
         Neither kind is left out where fewer than `fewest_replies` clients would remain.
         """
@@ -125,11 +131,12 @@ class Cohort:
         away = self.away if len(clients - self.away) >= fewest else set()
         return away | self.backoff.backed_off(server_round, clients - away, fewest)
 
-    def note(self, server_round: int, accepted: Collection[str], failed: Collection[str]) -> None:
-        """Record the clients of a round whose updates were accepted, and those that failed."""
-        for client in self.backoff.note(server_round, accepted, failed):
+    def note(self, server_round: int, answered: Iterable[str], silent: Collection[str]) -> None:
+        """Record the clients of a round that answered, if with an error, and those that did not."""
+        for client in self.backoff.note(server_round, answered, silent):
             log.warning(
-                "round %d: client %s failed %s in a row; it is not sampled for %d rounds",
+                "round %d: client %s gave no answer %s in a row; it is not sampled for %d rounds, "
+                "or until it answers",
                 server_round,
                 client,
                 num_of("time", self.backoff.failures[client]),

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from flwr.app import Message
 
+from flower_adapter import NO_REPLY
 from protocol.arrays import Arrays, extremes, mismatch, out_of_range
 from protocol.config_keys import PrivacyConfig, RoundsConfig
 from protocol.messages import (
@@ -258,14 +259,17 @@ class RoundReport:
 
     accepted: replies, in the order of the clients' names. left_out: client to reason, for errors,
     clients that did not reply, and rejected replies; rejected: the number of the latter.
-    reset_needed: clients whose state is lost, or ahead of the server.
+    silent: clients that gave no answer. reset_needed: clients whose state is lost, or ahead of the
+    server. directions: of each accepted update, where measured, as `Directions.of` returns.
     """
 
     accepted: list[TrainReply] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     rejected: int = 0
+    silent: set[str] = field(default_factory=set)
     reset_needed: list[str] = field(default_factory=list)
     bytes_up: int = 0
+    directions: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def check_enough(self, server_round: int, rounds: RoundsConfig) -> None:
         """TooFewRepliesError with the reasons if fewer replies are accepted than the run needs."""
@@ -293,6 +297,7 @@ class RoundReplies:
     accepted: dict[str, TrainReply] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
+    silent: set[str] = field(default_factory=set)
     reset_needed: set[str] = field(default_factory=set)
     bytes_up: int = 0
 
@@ -301,6 +306,8 @@ class RoundReplies:
         client = self.asked[message.metadata.src_node_id].client
         if message.has_error():
             self.failed[client] = error_reason(message.error)
+            if message.error.code == NO_REPLY:
+                self.silent.add(client)
             if message.error.code == RESET_NEEDED:
                 self.reset_needed.add(client)
             return None
@@ -333,6 +340,7 @@ class RoundReplies:
             accepted=[self.accepted[client] for client in sorted(self.accepted)],
             left_out=left_out,
             rejected=len(self.rejected),
+            silent=self.silent,
             reset_needed=sorted(self.reset_needed),
             bytes_up=self.bytes_up,
         )

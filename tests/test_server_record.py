@@ -10,7 +10,7 @@ from strategies.validation import RoundReport
 def line_of(known, *all_metrics, weights=None):
     replies = [TrainReply(f"c{i}", 1, {}, {}, m) for i, m in enumerate(all_metrics)]
     weights = weights or [100.0] * len(replies)
-    return training_fields(1, RoundReport(accepted=replies), 0, weights, known)
+    return training_fields(1, RoundReport(accepted=replies), 0, weights, known, {})
 
 
 def test_losses_are_averaged_by_the_weights_of_those_that_sent_them():

@@ -181,6 +181,22 @@ def test_a_late_reply_is_named_once_and_not_used(sites, fleet):
     assert sites.take_late() == []
 
 
+def test_a_site_in_backoff_returns_as_soon_as_it_answers_and_nobody_waits_for_it(sites, fleet):
+    fleet.script[2] = [40.0]
+    assert sites.returned({"b"}) == set()
+    assert fleet.sent == [(2, "query")]
+    assert sites.returned({"b"}) == set()
+    assert (fleet.sent, fleet.now) == ([(2, "query")], 0)  # one at a time
+    fleet.sleep(41)
+    assert sites.returned({"b"}) == {"b"}
+    assert sites.returned(set()) == set()
+    fleet.script[2] = ["gone"]
+    assert sites.returned({"b"}) == set()
+    fleet.nodes[2] = entry("b")
+    assert sites.returned({"b"}) == set()  # asked once more
+    assert sites.returned({"b"}) == {"b"}
+
+
 @pytest.mark.parametrize("answer", ["lost", "crashed"])
 def test_a_reply_that_was_lost_is_asked_for_once_more(sites, fleet, answer):
     fleet.script[2] = [answer]
