@@ -51,13 +51,7 @@ def check_method_config(config: RunConfig, method: Method) -> None:
     check_privacy(config, method)
     check_server_update(config, method)
     rounds, model, name = config.rounds, config.model, config.rounds.method
-    if has_batch_norm(config) and not method.supports_batch_norm:
-        raise ConfigError(
-            "model",
-            f"model = {model.model!r} with BatchNorm: under {name} nobody updates the shared "
-            "model's running statistics, which would stay 0 and 1; "
-            f"{model_spec(model.model).without_batch_norm(model.model)}",
-        )
+    check_batch_norm(config, method, has_batch_norm(config))
     if config.client_models and not method.supports_mixed_architectures:
         raise ConfigError(
             "client-models",
@@ -72,25 +66,37 @@ def check_method_config(config: RunConfig, method: Method) -> None:
         )
 
 
+def check_batch_norm(config: RunConfig, method: Method, has_batch_norm: bool) -> None:
+    """ConfigError if the network has BatchNorm, which the method or privacy does not allow."""
+    model, epsilon = config.model.model, config.privacy.epsilon
+    remedy = model_spec(model).without_batch_norm(model)
+    if has_batch_norm and not method.supports_batch_norm:
+        raise ConfigError(
+            "model",
+            f"model = {model!r} with BatchNorm: under {config.rounds.method} nobody updates the "
+            f"shared model's running statistics, which would stay 0 and 1; {remedy}",
+        )
+    if has_batch_norm and epsilon:
+        raise ConfigError(
+            "privacy.epsilon",
+            f"privacy.epsilon = {epsilon}: {model} with BatchNorm would send its statistics "
+            f"without noise; {remedy}",
+        )
+
+
 def has_batch_norm(config: RunConfig) -> bool:
-    """Whether the run's network has BatchNorm."""
+    """Whether one of Keel's networks has BatchNorm; what else a run names has yet to be built."""
     return model_spec(config.model.model).norm_layer(config.model.norm) == "batch"
 
 
 def check_privacy(config: RunConfig, method: Method) -> None:
     """ConfigError if `privacy.epsilon` is set and something would leave a client without noise."""
-    epsilon, model = config.privacy.epsilon, config.model.model
+    epsilon = config.privacy.epsilon
     if epsilon and not method.supports_privacy:
         raise ConfigError(
             "privacy.epsilon",
             f"privacy.epsilon = {epsilon}: method {config.rounds.method} sends nothing that is "
             f"clipped and noised; expected 0, or one of the methods {able('supports_privacy')}",
-        )
-    if epsilon and has_batch_norm(config):
-        raise ConfigError(
-            "privacy.epsilon",
-            f"privacy.epsilon = {epsilon}: {model} with BatchNorm would send its statistics "
-            f"without noise; {model_spec(model).without_batch_norm(model)}",
         )
 
 

@@ -145,7 +145,7 @@ def query(message: Message, context: Context) -> RecordDict:
         log.info("client %s: labels and training samples: %s", client_name(node), meaning)
         for note in source.notes:
             log.warning("client %s: %s", client_name(node), note)
-    networks = process_cache.networks(config, data, device_for("cpu"))
+    networks = process_cache.networks(config, data, node, device_for("cpu"))
     width = representation_width(config, networks.network(own_architecture(config, node), "local"))
     device = str(node.get("device", config.train.device))
     entry = own_roster_entry(

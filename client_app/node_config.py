@@ -14,10 +14,9 @@ from client_app.setup import client_indices, open_site, open_source
 from client_app.state import StateFolder, max_rounds_ahead, state_file
 from client_app.worker_client import worker_variable
 from data.sources import ImageSplit, Source
-from protocol.config import RunConfig, keel_home, refuse_unknown
+from protocol.config import RunConfig, keel_home
 from protocol.config_keys import names_in
 from protocol.messages import DatasetSpec, RosterEntry, RoundRequest
-from protocol.models import MODELS
 from protocol.options import did_you_mean
 from protocol.text import check_client_name
 
@@ -161,7 +160,7 @@ def own_architecture(config: RunConfig, node_config: NodeConfig) -> str:
     """The name of this client's network, from its node config, `client-models`, or the run's."""
     if "model" in node_config:
         name = str(node_config["model"])
-        refuse_unknown("model", name, list(MODELS))
+        config.refuse_unknown_model("model", name)
         return name
     names = config.client_models
     if names and "partition-id" in node_config:

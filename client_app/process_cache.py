@@ -10,7 +10,7 @@ from client_app.networks import Networks
 from client_app.node_config import NodeConfig, client_name, own_architecture, own_splits
 from client_app.round import RoundContext, on_device
 from client_app.samples import Pixels, Samples
-from client_app.setup import build_network, device_for
+from client_app.setup import build_network, device_for, initial_network
 from client_app.site_privacy import is_site
 from protocol.arrays import Arrays
 from protocol.config import RunConfig
@@ -39,16 +39,20 @@ class ProcessCache:
         self._samples_bytes = 0
         Replayed.obstacles = {}
 
-    def networks(self, config: RunConfig, data: DatasetSpec, device: torch.device) -> Networks:
-        """The networks of this run; what belongs to another run is dropped."""
+    def networks(
+        self, config: RunConfig, data: DatasetSpec, node_config: NodeConfig, device: torch.device
+    ) -> Networks:
+        """The networks of this run; what belongs to another run is dropped.
+
+        A site opens no file that its server names: it has the initial weights of the run's seed.
+        """
         key = config, data, device
         if self._networks is None or self._key != key:
             self.clear()
             self._key = key
             shape, num_classes = data.image_shape, data.num_classes
-            self._networks = Networks(
-                lambda name: build_network(config, shape, num_classes, name), device
-            )
+            build = build_network if is_site(node_config) else initial_network
+            self._networks = Networks(lambda name: build(config, shape, num_classes, name), device)
         return self._networks
 
     def samples(
@@ -58,7 +62,7 @@ class ProcessCache:
 
         The most recent clients' samples are cached, up to `samples_cache_bytes`.
         """
-        self.networks(config, data, device)  # drops the samples of another run
+        self.networks(config, data, node_config, device)  # drops the samples of another run
         client = frozenset(node_config.items())
         forms = 2 if config.data.flip else 1  # with flips: plain and mirrored
 
@@ -91,7 +95,7 @@ class ProcessCache:
         torch.set_num_threads(config.train.threads or available_threads)
         device = device_for(str(node_config.get("device", config.train.device)))
         train, test = self.samples(config, data, node_config, device)
-        networks = self.networks(config, data, device)
+        networks = self.networks(config, data, node_config, device)
         return RoundContext(
             config=config,
             client=client_name(node_config),

@@ -93,7 +93,8 @@ class RoundContext:
         samples, train = self.train_samples, self.config.train
         size = batch_size_for(len(samples), train)
         max_steps = None if unit == "epochs" else count
-        return samples.plan(size, self.config.data, generators, max_steps)
+        min_batch = self.model.min_batch
+        return samples.plan(size, self.config.data, generators, max_steps, min_batch)
 
     def steps(self, stream: str, count: int, unit: str = "epochs") -> Iterator[Step]:
         """The steps of `plan`."""

@@ -153,10 +153,12 @@ class Samples:
         augmentation: DataConfig,
         generators: Iterable[torch.Generator],
         max_steps: int | None = None,
+        min_batch: int = 1,
     ) -> BatchPlan:
         """The batches of one epoch for each generator, up to `max_steps` in all.
 
-        An epoch is in random order; its last batch may be smaller. Every draw comes from its
+        An epoch is in random order; its last batch may be smaller, but is joined to the one before
+        if it has fewer than `min_batch` samples. Every draw comes from its
         generator on the CPU, so batches are the same on every device.
         """
         num, device = len(self), self.labels.device
@@ -168,7 +170,9 @@ class Samples:
         batches = (
             (epoch, generator, batch)
             for epoch, generator in enumerate(generators)
-            for batch in torch.split(torch.randperm(num, generator=generator), batch_size)
+            for batch in torch.split(
+                torch.randperm(num, generator=generator), batch_sizes(num, batch_size, min_batch)
+            )
         )
         for epoch, generator, batch in itertools.islice(batches, max_steps):
             epochs.append(epoch)
@@ -263,6 +267,15 @@ def num_variants(augmentation: DataConfig) -> int:
     if augmentation.crop_padding or augmentation.rotation:
         return 0
     return 2 if augmentation.flip else 1
+
+
+def batch_sizes(num_samples: int, batch_size: int, min_batch: int) -> list[int]:
+    """The sizes of an epoch's batches."""
+    full, rest = divmod(num_samples, batch_size)
+    sizes = [batch_size] * full + ([rest] if rest or not full else [])
+    if full and 0 < rest < min_batch:
+        sizes[-2:] = [batch_size + rest]
+    return sizes
 
 
 def batch_size_for(num_samples: int, train: TrainConfig) -> int:

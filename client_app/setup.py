@@ -21,14 +21,18 @@ from data.partitions import (
 )
 from data.sources import Reading, Source, load_source, source_without_images
 from models import StagedModel, build_model
-from protocol.config import RunConfig, keel_home, refuse_unknown
+from models.own import too_small
+from models.weights import load_weights
+from protocol.config import RunConfig, keel_home
+from protocol.config_keys import numbers_in
 from protocol.messages import DatasetSpec
-from protocol.models import IMAGE_SIZES, MODELS, model_spec
+from protocol.models import IMAGE_SIZES, Size, model_spec
 from protocol.options import ConfigError
 from protocol.seeds import seed_of
 from protocol.source_spec import SITES
 from protocol.text import num_of
 
+IMAGENET = [0.485, 0.456, 0.406, 0.229, 0.224, 0.225]  # of the weights of torchvision and timm
 _open_source = lru_cache(maxsize=2)(load_source)
 _without_images = lru_cache(maxsize=1)(source_without_images)
 
@@ -73,7 +77,7 @@ def open_site(
 
 def reading_of(config: RunConfig, classes: str, window: Window | None) -> Reading:
     """How the config has files read: to the size and channels that it, or else the model, sets."""
-    refuse_unknown("model", config.model.model, [*MODELS, *config.own])  # a server may send any
+    config.refuse_unknown_model("model", config.model.model)  # a server may send any
     data, expected = config.data, model_spec(config.model.model)
     return Reading(
         image_size=config.image_size,
@@ -93,10 +97,23 @@ def _open(config: RunConfig, spec: str, reading: Reading) -> Source:
 
 def dataset_spec_of(config: RunConfig, source: Source) -> DatasetSpec:
     """The shape, classes, window and normalisation of the run's data, which all clients use."""
-    mean, std = source.mean, source.std
-    if config.data.normalise == "half":
-        mean = std = (0.5,) * len(source.mean)
+    mean, std = normalisation(config.data.normalise, source)
     return DatasetSpec(source.image_shape, source.class_names, mean, std, source.window)
+
+
+def normalisation(choice: str, source: Source) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and deviation of each channel. ConfigError for those of colours where there are none."""
+    channels = len(source.mean)
+    if choice == "source":
+        return source.mean, source.std
+    numbers = {"half": [0.5, 0.5], "imagenet": IMAGENET}.get(choice) or numbers_in(choice)
+    if len(numbers) == 2:
+        return (numbers[0],) * channels, (numbers[1],) * channels
+    if channels != 3:
+        raise ConfigError(
+            "normalise", f"normalise = {choice!r}: the images have one channel: set channels=3"
+        )
+    return tuple(numbers[:3]), tuple(numbers[3:])
 
 
 def pixels_of(config: RunConfig, source: Source) -> Pixels:
@@ -159,8 +176,41 @@ def forget_sources() -> None:
 def model_for(
     config: RunConfig, source: Source, name: str = "", seed: int | None = None
 ) -> StagedModel:
-    """The run's network (or `name`) for this source; see `build_network`."""
-    return build_network(config, source.image_shape, source.num_classes, name, seed)
+    """The run's network (or `name`) for this source, with its initial weights."""
+    return initial_network(config, source.image_shape, source.num_classes, name, seed)
+
+
+def checked_model(config: RunConfig, source: Source) -> StagedModel:
+    """The run's network with its initial weights.
+
+    ConfigError with the least size that it takes, if it cannot take the source's images.
+    """
+    shape, num_classes = source.image_shape, source.num_classes
+    try:
+        model = model_for(config, source)
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, *shape))
+    except RuntimeError as error:
+
+        def make(size: Size) -> StagedModel:
+            return build_network(config, (shape[0], *size), num_classes)
+
+        raise too_small(config.model.model, make, shape, error) from error
+    return model.train()
+
+
+def initial_network(
+    config: RunConfig,
+    shape: tuple[int, int, int],
+    num_classes: int,
+    name: str = "",
+    seed: int | None = None,
+) -> StagedModel:
+    """`build_network`, with the arrays of `weights` if the run's network starts from a file."""
+    model = build_network(config, shape, num_classes, name, seed)
+    if config.model.weights and model.name == config.model.model:
+        load_weights(model, Path(config.model.weights))
+    return model
 
 
 def build_network(
@@ -196,6 +246,7 @@ def build_network(
         projection=parts.projection,
         projection_heads=parts.projection_heads,
         head_stages=parts.head_stages,
+        own=config.own[name].value if name in config.own else None,
     )
     return model.to(memory_format=torch.channels_last)
 

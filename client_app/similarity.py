@@ -13,12 +13,14 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 
 def spatial_mean(z: Tensor) -> Tensor:
-    """A representation [B, C, ...] averaged over positions, [B, C]."""
-    return z.flatten(2).mean(2) if z.ndim > 2 else z
+    """A representation [B, C, H, W], or [B, N, C] of tokens, averaged over positions, [B, C]."""
+    if z.ndim == 3:
+        return z.mean(1)
+    return z.flatten(2).mean(2) if z.ndim > 3 else z
 
 
 def unit_features(z: Tensor) -> Tensor:
-    """A representation [B, C, ...] averaged over positions and scaled to unit length, [B, C].
+    """A representation averaged over positions and scaled to unit length, [B, C].
 
     A row of zeros stays one, with gradient 0.
     """

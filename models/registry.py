@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,11 +11,12 @@ from torch import nn
 from models.cnn import cnn_fedcka, cnn_fedintr, cnn_fedreco, vgg9
 from models.layers import NORMS, FirstHalf, UnitLength, fan_in_
 from models.mobilenet import mobilenet_v2
+from models.own import own_trunk
 from models.resnet import resnet18, resnet20, resnet50
 from models.shufflenet import shufflenet
 from models.squeezenet import squeezenet
 from models.staged import Stage, StagedModel, Trunk
-from protocol.models import MODELS, widths_in
+from protocol.models import MODELS, model_spec, widths_in
 
 PROJECTION_TAILS: dict[str, Callable[[], nn.Module]] = {
     "mlp": nn.Identity,  # MOON
@@ -55,6 +57,7 @@ def build_model(
     projection: str = "none",
     projection_heads: int = 0,
     head_stages: tuple[int | None, int | None] = (None, None),
+    own: Any = None,
 ) -> StagedModel:
     """The model `name`, in training mode, on the CPU.
 
@@ -65,12 +68,14 @@ def build_model(
     image_size: of a square, or (height, width).
     norm: "group" (two groups) or "batch"; "" is the model's own choice.
     width, layer_widths, variant: as the config keys.
+    own: what a `name` that is not Keel's stands for: a module, or a function or class that makes
+    one. It starts from the module's weights.
     init: "fan-in" redraws all convolutions and linear layers, heads included, from N(0, 2/fan_in).
     projection: "mlp" adds a last stage "projection", two linear layers down to 256 features;
     "mlp-normalised" scales these to unit length; "gaussian" (FedCR) is one layer to 512, of which
     the classifier reads the first half. "none" adds one to resnet50 alone, "mlp".
     """
-    spec = MODELS[name]
+    spec = model_spec(name)
     spec.check(name, norm, width, layer_widths, variant)
 
     size = image_size if isinstance(image_size, tuple) else (image_size, image_size)
@@ -85,12 +90,15 @@ def build_model(
         if seed is not None:
             # torch.manual_seed would reseed the GPUs too.
             torch.default_generator.manual_seed(seed)
-        trunk = BUILDERS[name](input_shape, *options, **changes)
+        if name in MODELS:
+            trunk = BUILDERS[name](input_shape, *options, **changes)
+        else:
+            trunk = own_trunk(name, own, input_shape, num_classes)
         if projection == "gaussian":
             trunk = _gaussian(trunk)
         elif projection != "none":
             trunk = _projected(trunk, PROJECTION_TAILS[projection]())
-        model = StagedModel(name, input_shape, num_classes, trunk)
+        model = StagedModel(name, input_shape, num_classes, trunk).train()
         for tensor in model.tensors.values():
             if not tensor.is_contiguous():
                 # torch's fused SGD updates wrong elements if memory has gaps; a clone has none
@@ -108,14 +116,14 @@ def _projected(trunk: Trunk, tail: nn.Module) -> Trunk:
     """The trunk with MOON's projection on its features, as one more stage."""
     body = nn.Sequential(trunk.to_features, *_mlp(trunk.width, trunk.width))
     stages = {**trunk.stages, "projection": Stage(body, tail)}
-    return Trunk(stages, nn.Flatten(), PROJECTION_WIDTH)
+    return Trunk(stages, nn.Flatten(), PROJECTION_WIDTH, own_names=trunk.own_names)
 
 
 def _gaussian(trunk: Trunk) -> Trunk:
     """The trunk with one more stage: means and raw deviations of 256 features, [B, 512]."""
     body = nn.Sequential(trunk.to_features, nn.Linear(trunk.width, 2 * PROJECTION_WIDTH))
     stages = {**trunk.stages, "projection": Stage(body, nn.Identity())}
-    return Trunk(stages, FirstHalf(), PROJECTION_WIDTH)
+    return Trunk(stages, FirstHalf(), PROJECTION_WIDTH, own_names=trunk.own_names)
 
 
 def _projection_heads(

@@ -6,11 +6,12 @@ The output of a layer is a representation. No method names a layer of a concrete
 knows a method.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class Stage(nn.Module):
@@ -32,11 +33,17 @@ class Stage(nn.Module):
 
 @dataclass(frozen=True)
 class Trunk:
-    """A network up to its classifier; each model family builds one."""
+    """A network up to its classifier; each model family builds one.
+
+    classifier, own_names: of a network that was cut (models/cut.py), its last layer, and the name
+    here of each array in its own state_dict.
+    """
 
     stages: dict[str, Stage]  # ordered input to output
     to_features: nn.Module  # the last stage's output -> [B, width]; no parameters
     width: int  # of the classifier's input
+    classifier: nn.Linear | None = None
+    own_names: Mapping[str, str] = field(default_factory=dict)
 
 
 class StagedModel(nn.Module):
@@ -56,7 +63,16 @@ class StagedModel(nn.Module):
         self.num_classes = num_classes
         self.stages = nn.ModuleDict(trunk.stages)
         self.to_features = trunk.to_features
-        self.classifier = nn.Linear(trunk.width, num_classes)
+        own = trunk.classifier
+        is_kept = own is not None and (own.in_features, own.out_features) == (
+            trunk.width,
+            num_classes,
+        )
+        self.classifier = own if own and is_kept else nn.Linear(trunk.width, num_classes)
+        self.own_names = trunk.own_names
+        self.left_out: tuple[str, ...] = ()  # arrays of saved weights that did not fit
+        has_norm = any(isinstance(module, _BatchNorm) for module in self.modules())
+        self.min_batch = 2 if own is not None and has_norm else 1
         self.projection_heads = nn.ModuleDict()
         in_stages = [layer for stage in trunk.stages for layer in (f"{stage}:pre", stage)]
         self.layer_names = (*in_stages, "features", "logits")

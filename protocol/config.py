@@ -33,7 +33,7 @@ from protocol.config_keys import (
     names_in,
 )
 from protocol.files import full_path
-from protocol.models import MODELS, OWN_SIZE, Size, model_spec, size_in
+from protocol.models import MODELS, OWN_SIZE, Size, is_library, model_spec, size_in
 from protocol.options import (
     ConfigError,
     OptionValue,
@@ -78,6 +78,11 @@ class RunConfig:
         """(height, width) to which images are converted; (0, 0): they keep the source's own."""
         size, preferred = size_in(self.data.image_size), model_spec(self.model.model).image_size
         return size if size != OWN_SIZE else (preferred, preferred)
+
+    def refuse_unknown_model(self, what: str, name: str) -> None:
+        """ConfigError unless a network is Keel's, the run's own code, or a library's."""
+        if not is_library(name):
+            refuse_unknown(what, name, [*MODELS, *self.own])
 
     @property
     def client_models(self) -> list[str]:
@@ -310,7 +315,7 @@ def own_code_in(flat: FlatConfig, given: Mapping[str, Own]) -> dict[str, Own]:
 def is_own(key: str, name: str) -> bool:
     """Whether a name in the value of this key names own code; `folder:data` is one of Keel's."""
     is_keels = key == "source" and f"{name.partition(':')[0]}:PATH" in SOURCE_NAMES
-    return is_spec(name) and not is_keels
+    return is_spec(name) and not is_keels and not is_library(name)
 
 
 def with_own_options(config: RunConfig, overrides: Mapping[str, OptionValue]) -> RunConfig:
@@ -378,7 +383,7 @@ def _parse(flat: FlatConfig, own: Mapping[str, Own]) -> RunConfig:
     if data.channels == 2:
         raise ConfigError("channels", "channels = 2: expected 0 (the source's own), 1 or 3")
     config = RunConfig(rounds, data, model, train, privacy, flat, own)
-    for name in ("resume", "output-dir", "data-dir"):
+    for name in ("resume", "output-dir", "data-dir", "weights"):
         if not flat[name]:
             continue
         path = Path(os.path.expanduser(str(flat[name])))  # pathlib's raises for an unknown user
@@ -401,9 +406,9 @@ def validate(config: RunConfig) -> None:
     own = list(config.own)
     refuse_unknown("method", rounds.method, [*method_names(), *own])
     refuse_unknown("server-optimizer", rounds.server_optimizer, list(SERVER_OPTIMIZERS))
-    refuse_unknown("model", model.model, [*MODELS, *own])
+    config.refuse_unknown_model("model", model.model)
     for name in config.client_models:
-        refuse_unknown("client-models", name, [*MODELS, *own])
+        config.refuse_unknown_model("client-models", name)
     for name in names_in(rounds.diagnostics):
         refuse_unknown("diagnostics", name, ["all", *DIAGNOSTICS])
     for name in names_in(rounds.metrics):

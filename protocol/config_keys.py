@@ -42,6 +42,18 @@ def is_window(text: str) -> bool:
     return not text or (bounds is not None and int(bounds[1]) < int(bounds[2]))
 
 
+NORMALISATIONS = ("source", "half", "imagenet")
+
+
+def numbers_in(text: str) -> list[float]:
+    """The numbers of MEAN,STD; [] for anything else, and for a deviation that is not positive."""
+    parts = text.split(",")
+    if not all(re.fullmatch(r" *\d+(\.\d+)?(e-\d+)? *", part) for part in parts):
+        return []
+    numbers = [float(part) for part in parts]
+    return numbers if all(numbers[len(numbers) // 2 :]) else []
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Where the samples come from, how they are split over clients, and how they are augmented."""
@@ -84,8 +96,13 @@ class DataConfig:
         "share of the training images that becomes the test set of a source without one",
     )
     normalise: str = option(
-        one_of("source", "half"),
-        "mean and standard deviation of the pixels: source: the training images'; half: 0.5 each",
+        Constraint(
+            lambda v: v in NORMALISATIONS or len(numbers_in(v)) in (2, 6),
+            "source, half, imagenet, or MEAN,STD",
+            NORMALISATIONS,
+        ),
+        "mean and standard deviation of the pixels: source: the training images'; half: 0.5 each; "
+        "imagenet: ImageNet's; MEAN,STD: two numbers from 0 to 1, or three and three for RGB",
     )
     pool_test: bool = option(
         true_or_false(),
@@ -143,6 +160,11 @@ class ModelConfig:
         one_of("", "fedrcl"),
         "fedrcl: vgg9, mobilenet-v2, shufflenet and squeezenet as in the code of FedRCL's group: "
         "convolutions with biases, a 1x1 stem, a grouped first convolution",
+    )
+    weights: str = option(
+        any_text(),
+        "file of weights to start from: safetensors, or a state_dict saved by torch; a head of "
+        'another width is left out; "": random',
     )
     init: str = option(
         one_of("", "fan-in"),

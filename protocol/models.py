@@ -8,6 +8,7 @@ from protocol.options import ConfigError
 IMAGE_SIZES = range(8, 512 + 1)  # pixels of a side
 Size = tuple[int, int]  # (height, width) in pixels; (0, 0): the source's own
 OWN_SIZE: Size = (0, 0)
+LIBRARIES = {"torchvision": "torchvision.models", "timm": "timm"}  # whose networks have names
 MAX_WIDTH = 1024  # channels of a first stage; the last has 8 times as many, or more
 MAX_LAYER_WIDTH = 8192
 
@@ -62,6 +63,8 @@ class ModelSpec:
         """How a config avoids BatchNorm in the model `name`."""
         if "group" in self.norms:
             return "set norm = 'group'"
+        if name not in MODELS:
+            return "use GroupNorm or LayerNorm in it"
         return (
             f'{name} has no other norm layer: choose another model, or add "group" to its norms in '
             "protocol/models.py"
@@ -115,8 +118,15 @@ class ModelSpec:
 
 
 def model_spec(name: str) -> ModelSpec:
-    """What is known of a model; of a network that is own code, that it offers no choice."""
-    return MODELS.get(name) or ModelSpec()
+    """What is known of a model; of a network that is not Keel's, that it offers no choice."""
+    is_for_colours = name.startswith("torchvision:")
+    return MODELS.get(name) or ModelSpec(channels=3 if is_for_colours else 0)
+
+
+def is_library(name: str) -> bool:
+    """Whether a model is one of another library's, such as torchvision:resnet18."""
+    library, _, called = name.partition(":")
+    return library in LIBRARIES and bool(called)
 
 
 MODELS: dict[str, ModelSpec] = {

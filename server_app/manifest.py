@@ -4,10 +4,11 @@ manifest.json has
 
 layout: the number of the directory's layout (run_reader.py). versions, code: of packages, Python,
 processor, Keel's sources and own code; code has more entries after a resume with other code.
-clients, simulated, data, split, precision: what the result depends on beside the config. rounds:
-digests of the first checkpoints. files, kept, checkpoint, audit: once the run has ended, digests of
-its files, the names of the newest client states and checkpoint, and the end of the audit log. For
-information: keel (version and commit), machines, workers. `keel experiments verify` reads it.
+clients, simulated, data, split, weights (a SHA-256), precision: what the result depends on beside
+the config. rounds: digests of the first checkpoints. files, kept, checkpoint, audit: once the run
+has ended, digests of its files, the names of the newest client states and checkpoint, and the end
+of the audit log. For information: keel (version and commit), machines, workers. `keel experiments
+verify` reads it.
 
 audit.jsonl has a line for who joined, was refused, was sent what, and released what. The lines are
 chained (`protocol.files.Chain`); each has the time (UTC), the event and its fields. Lines that were
@@ -37,6 +38,7 @@ import torch
 
 from client_app.machine import machine, package_versions, processors
 from client_app.setup import device_for
+from models.weights import sha256_of
 from protocol.code import code_of, sources_digest
 from protocol.config import RunConfig, app_folder, keel_version
 from protocol.files import Chain, digest, read_chain, versions_in, write_atomically
@@ -90,6 +92,7 @@ def check_same_data(directory: Path, config: RunConfig, data: str, split: str) -
     for key, what, found in (
         ("data", "the data", data),
         ("split", "the split over clients", split),
+        ("weights", "weights", weights_digest(config)),
     ):
         if before.get(key, found) != found:
             raise ValueError(
@@ -97,6 +100,11 @@ def check_same_data(directory: Path, config: RunConfig, data: str, split: str) -
                 f"changed since the run began: its digest was {before[key]}, is {found}: restore "
                 "the data, or start a new run"
             )
+
+
+def weights_digest(config: RunConfig) -> str:
+    """The SHA-256 of the file of initial weights; "" without one."""
+    return sha256_of(Path(config.model.weights)) if config.model.weights else ""
 
 
 def begin_manifest(
@@ -140,6 +148,8 @@ def begin_manifest(
     }
     if data:
         fields["data"] = data
+    if config.model.weights:
+        fields["weights"] = weights_digest(config)
     if precisions:
         fields["precision"] = appended(before.get("precision", []), *precisions)
     if is_simulated:

@@ -25,7 +25,7 @@ from torch import Tensor
 from client_app.objective import Batch, LocalObjective
 from models import StagedModel
 from protocol.config import RunConfig
-from protocol.models import model_spec
+from protocol.models import MODELS, model_spec
 from protocol.options import at_least, option
 
 
@@ -68,7 +68,7 @@ class FedMLB(LocalObjective):
     def warning(self, config: RunConfig, num_samples: Mapping[str, int]) -> str:
         """A warning if the network has no normalisation."""
         name, norm = config.model.model, config.model.norm
-        if model_spec(name).norm_layer(norm):
+        if name not in MODELS or model_spec(name).norm_layer(norm):
             return ""
         return (
             f"fedmlb on {name}, which has no norm layer: its activations grow and the model "
