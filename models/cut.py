@@ -149,10 +149,18 @@ def graph_of(network: nn.Module, leaves: Sequence[str]) -> fx.Graph:
             f"{place}torch.fx cannot record it ({in_one_line(error, 120)}): name modules around "
             "this place, with keel.staged(network, [...])"
         ) from error
+    graph.eliminate_dead_code(has_effect)
     for node in graph.nodes:
         if node.op in ("call_module", "get_attr"):
             node.target = node.target.removeprefix("network.")
     return graph
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a node does something beside its result: a check, or a change in place."""
+    called = str(getattr(node.target, "__name__", node.target))
+    is_change = called.endswith("_") or called in ("setitem", "iadd", "imul", "isub")
+    return node.op in ("placeholder", "output") or "assert" in called or is_change
 
 
 # --- cutting --------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -14,6 +15,10 @@ from protocol.options import ConfigError
 from protocol.text import in_one_line, shortened
 
 HEAD = "classifier."
+NOT_TENSORS = (
+    "expected a state_dict, that is, tensors by name, as torch.save(network.state_dict(), FILE) "
+    "writes"
+)
 
 
 def sha256_of(path: Path) -> str:
@@ -30,15 +35,13 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     try:
         is_safe = path.suffix == ".safetensors"
         found: Any = load_file(path) if is_safe else torch.load(path, "cpu", weights_only=True)
+    except UnpicklingError as error:
+        raise ConfigError("weights", f"weights = '{path}': {NOT_TENSORS}") from error
     except Exception as error:
         raise ConfigError("weights", f"weights = '{path}': {in_one_line(error, 200)}") from error
     is_flat = isinstance(found, Mapping) and all(isinstance(v, Tensor) for v in found.values())
     if not is_flat:
-        raise ConfigError(
-            "weights",
-            f"weights = '{path}': expected a state_dict, that is, tensors by name, as "
-            "torch.save(network.state_dict(), FILE) writes",
-        )
+        raise ConfigError("weights", f"weights = '{path}': {NOT_TENSORS}")
     return dict(found)
 
 

@@ -245,7 +245,7 @@ def without(arrays, name):
         (lambda arrays: arrays | {"extra": torch.zeros(1)}, "has no extra"),
         (lambda arrays: arrays | {"bn1.bias": torch.zeros(1)}, "another shape of bn1.bias"),
         (lambda arrays: {"state_dict": arrays}, "expected a state_dict"),
-        (lambda arrays: resnet(), "Unsupported"),
+        (lambda arrays: resnet(), "expected a state_dict"),
     ],
 )
 def test_other_weights_are_refused_by_name(tmp_path, content, named):
