@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from client_app.split_model import fit_part
     from client_app.trainer import fit
     from keel.api import Run, __version__, load_model, load_run, run
+    from models.cut import staged
     from protocol.options import (
         any_text,
         at_least,
@@ -38,6 +39,7 @@ PLACES = {
     "client_app.samples": ("Duration",),
     "client_app.split_model": ("fit_part",),
     "client_app.trainer": ("fit",),
+    "models.cut": ("staged",),
     "protocol.options": (
         *("any_text", "at_least", "between", "duration", "matching", "more_than", "one_of"),
         *("option", "true_or_false"),
@@ -73,6 +75,7 @@ __all__ = [
     "one_of",
     "option",
     "run",
+    "staged",
     "true_or_false",
 ]
 

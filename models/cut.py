@@ -89,7 +89,7 @@ class OneInput(nn.Module):
         return out
 
 
-class Recorder(fx.Tracer):
+class Recorder(fx.Tracer):  # type: ignore[misc]  # torch does not annotate it
     """Records a network; the modules at these paths are called, not looked into."""
 
     def __init__(self, leaves: Sequence[str]) -> None:
@@ -299,7 +299,8 @@ class Cutter:
                 keep_input(self.network, copied)
         (result,) = self.passing(end)
         graph.output(made[result])
-        return fx.GraphModule(self.network, graph)
+        made_of_it: nn.Module = fx.GraphModule(self.network, graph)
+        return made_of_it
 
 
 def is_call(node: object) -> bool:
