@@ -11,6 +11,7 @@ import torch
 
 from client_app.methods import method_of
 from client_app.samples import Pixels
+from data.arrays import ARRAYS, stored_by
 from data.decoding import Window
 from data.partitions import (
     Parts,
@@ -41,6 +42,8 @@ def open_source(config: RunConfig) -> Source:
     """The run's data source, memory-mapped; decoded once on each machine."""
     data = config.data
     reading = replace(reading_of(config, data.classes, data.bounds), pool_test=data.pool_test)
+    if own := config.own.get(data.source):
+        return _open(config, stored_by(own, keel_home() / ARRAYS), reading)
     if data.source != SITES:
         return _open(config, data.source, reading)
     if data.normalise == "source":
@@ -170,6 +173,7 @@ def split_over_clients(config: RunConfig, num_clients: int) -> Parts:
 def forget_sources() -> None:
     """Reopen the data at its next use: its files may have changed."""
     _open_source.cache_clear()
+    stored_by.cache_clear()
     split_over_clients.cache_clear()
 
 

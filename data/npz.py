@@ -115,14 +115,31 @@ def label_names(texts: Sequence[object]) -> dict[str, str]:
 
 
 def _npz_images(path: Path, key: str, x: np.ndarray, may_be_empty: bool) -> np.ndarray:
-    """`x` as [N, H, W] or [N, H, W, 3]."""
-    channels_last, channels_first = (x.ndim == 4 and x.shape[axis] in (1, 3) for axis in (-1, 1))
-    is_ambiguous = x.ndim != 3 and channels_last == channels_first
-    if x.dtype not in (np.uint8, np.uint16) or (x.size == 0 and not may_be_empty) or is_ambiguous:
+    """`x` as [N, H, W] or [N, H, W, C]."""
+    try:
+        return channels_last(x, may_be_empty)
+    except ValueError as error:
+        raise ValueError(f"{path}: {key} {error}") from error
+
+
+def channels_last(x: np.ndarray, may_be_empty: bool) -> np.ndarray:
+    """Images [N, H, W], [N, H, W, C] or [N, C, H, W] as one of the first two; C is less than W.
+
+    uint8, uint16 with 1 or 3 channels, or float32. ValueError, the end of a line, for others.
+    """
+    is_known = x.dtype in (np.uint8, np.uint16, np.float32) and x.ndim in (3, 4)
+    if not is_known or 0 in x.shape[1:] or (len(x) == 0 and not may_be_empty):
         raise ValueError(
-            f"{path}: {key} is {x.dtype} {list(x.shape)}; expected uint8 or uint16 [N, H, W], "
-            "[N, H, W, C] or [N, C, H, W] with at least 1 image and C = 1 or 3"
+            f"is {x.dtype} {list(x.shape)}; expected uint8, uint16 or float32 [N, H, W], "
+            "[N, H, W, C] or [N, C, H, W] with at least 1 image"
         )
-    if channels_first:
-        x = x.transpose(0, 2, 3, 1)
+    if x.ndim == 4:
+        first, last = x.shape[1], x.shape[3]
+        if first == last or (first in (1, 3) and last in (1, 3)):
+            raise ValueError(f"is {list(x.shape)}; expected an axis of channels that is shorter")
+        x = x.transpose(0, 2, 3, 1) if first < last else x
+    if x.dtype == np.uint16 and x.shape[3:] not in ((), (1,), (3,)):
+        raise ValueError(f"is uint16 {list(x.shape)}; expected 1 or 3 channels of 16 bits")
+    if x.dtype == np.float32 and not np.isfinite(x).all():
+        raise ValueError("has values that are not finite")
     return x[..., 0] if x.ndim == 4 and x.shape[-1] == 1 else x

@@ -34,6 +34,7 @@ from data.folders import LABELS_FILE
 from data.notes import notes_on_images, notes_on_names
 from data.npz import label_names
 from data.partitions import split_local_test
+from data.plain import is_plain, plain_channels, plain_mean_and_std, write_plain
 from data.readers import READERS, PublishedSizes, Reader
 from protocol.files import naming
 from protocol.models import IMAGE_SIZES, OWN_SIZE, Size
@@ -50,6 +51,8 @@ TEST_SPLIT_SEED = 1797  # of `test-fraction`: the test set is the same whatever 
 @dataclass(frozen=True)
 class ImageSplit:
     """Images uint8 [N, C, H, W] and labels int64 [N], read-only and memory-mapped.
+
+    Images of arrays of floats are float32.
 
     groups: with `group-by`, of training images, the number of each image's group, int64 [N].
     """
@@ -309,23 +312,32 @@ def _write_entry(entry: Path, key: Key, raw: RawSource, reading: Reading, is_own
             f"{IMAGE_SIZES[-1]} a side: set image-size"
         )
         raise ImageFileError(wrong, wrong)
-    channels, window = reading.channels or own_channels(raw), reading.window
+    arrays_are_plain, window = is_plain(raw.train.images), reading.window
+    if arrays_are_plain:
+        channels, window = plain_channels(raw, reading.channels), ()
+    else:
+        channels = reading.channels or own_channels(raw)
     if window is None:
         window = own_window(raw.train) if raw.train.kind(0)[1] else ()
+    is_float = arrays_are_plain and np.asarray(raw.train.images).dtype.kind == "f"
+    kind = np.float32 if is_float else np.uint8
     decoded = []
     for name, split in (("train", raw.train), ("test", raw.test)):
         file, shape = entry / f"{name}-images.npy", (len(split.images), channels, height, width)
         with naming(file):
-            images = np.lib.format.open_memmap(file, "w+", np.uint8, shape)
+            images = np.lib.format.open_memmap(file, "w+", kind, shape)
             _reserve(file)
-        decode(raw, split, images, window, any_size=reading.image_size != OWN_SIZE)
+        if arrays_are_plain:
+            write_plain(split, images)
+        else:
+            decode(raw, split, images, window, any_size=reading.image_size != OWN_SIZE)
         images.flush()
         decoded.append(images)
         _write_numbers(entry / f"{name}-labels.npy", split.labels)
     if raw.train.groups is not None:  # numbers, without what the groups are called
         numbers = np.unique(raw.train.groups, return_inverse=True)[1]
         _write_numbers(entry / "train-groups.npy", numbers)
-    mean, std = mean_and_std(decoded[0])
+    mean, std = (plain_mean_and_std if arrays_are_plain else mean_and_std)(decoded[0])
     about = {"key": key, "class_names": raw.class_names, "mean": mean, "std": std}
     about |= {"own_labels": raw.own_labels, "window": window}
     about["notes"] = raw.notes

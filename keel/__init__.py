@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from client_app.samples import Duration
     from client_app.split_model import fit_part
     from client_app.trainer import fit
+    from data.arrays import Arrays
     from keel.api import Run, __version__, load_model, load_run, run
     from models.cut import staged
     from protocol.options import (
@@ -44,6 +45,7 @@ PLACES = {
         *("any_text", "at_least", "between", "duration", "matching", "more_than", "one_of"),
         *("option", "true_or_false"),
     ),
+    "data.arrays": ("Arrays",),
     "strategies.average": ("Average as ServerHalf",),
 }
 HOME = {
@@ -53,6 +55,7 @@ HOME = {
 }
 
 __all__ = [
+    "Arrays",
     "Batch",
     "Duration",
     "LocalObjective",

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
+from types import FunctionType
 from typing import Any
 
-from protocol.config import SPEC_KEYS
+from data.arrays import ARRAYS, stored
+from protocol.config import SPEC_KEYS, keel_home
 from protocol.options import ConfigError, OptionValue, defaults_of
 from protocol.own_code import Own, by_value, own_of, table_of
 
@@ -17,6 +19,13 @@ def with_specs(keys: Mapping[str, Any]) -> tuple[dict[str, OptionValue], dict[st
     plain: dict[str, OptionValue] = {}
     own: dict[str, Own] = {}
     for key, value in keys.items():
+        if key == "data":
+            if "source" in keys:
+                raise ConfigError("source", "source is set twice, by data too")
+            key = "source"
+            if not isinstance(value, str) and not isinstance(value, type | FunctionType):
+                plain[key] = stored(value, keel_home() / ARRAYS)
+                continue
         if key not in SPEC_KEYS or isinstance(value, bool | int | float | str):
             plain[key] = value
             continue
