@@ -50,6 +50,12 @@ def check_method_config(config: RunConfig, method: Method) -> None:
     """ConfigError, one line, if the run asks of the method what it cannot do."""
     check_privacy(config, method)
     check_server_update(config, method)
+    if config.train.optimizer != "sgd" and not method.supports_adam:
+        raise ConfigError(
+            "optimizer",
+            f"optimizer = {config.train.optimizer!r}: {config.rounds.method} is defined for steps "
+            "of SGD; it has to be sgd with it",
+        )
     rounds, model, name = config.rounds, config.model, config.rounds.method
     check_batch_norm(config, method, has_batch_norm(config))
     if config.client_models and not method.supports_mixed_architectures:

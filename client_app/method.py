@@ -78,6 +78,9 @@ class Method:
     supports_server_optimizer: ClassVar[bool] = True
     """Works with any aggregation and any server optimizer."""
 
+    supports_adam: ClassVar[bool] = True
+    """Local training may use any `optimizer`; otherwise only sgd."""
+
     supports_weighting: ClassVar[bool] = True
     """Both weightings are allowed; otherwise only `default_weighting`."""
 

@@ -47,6 +47,19 @@ class Batch:
     global_model: StagedModel | None = None
     prepared: Any = None
 
+    def loss_at(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """Cross entropy of this batch with other weights of the local model, a scalar.
+
+        weights: by name, such as `p + shift` of each of `ctx.model.named_parameters()`; those not
+        named are the model's. Gradients flow into them. Buffers, such as BatchNorm's statistics,
+        stay as they are.
+        """
+        ctx, model = self.ctx, self.ctx.model
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        with forward_in(ctx.precision, ctx.device):
+            logits = torch.func.functional_call(model, buffers | dict(weights), (self.x,))
+        return F.cross_entropy(logits, self.y)
+
 
 @dataclass(frozen=True)
 class LocalObjective(Method):

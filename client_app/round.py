@@ -5,7 +5,7 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from client_app.networks import Networks, resolved
+from client_app.optimizers import Optimizer, lr_factor, optimizer_for
 from client_app.samples import BatchPlan, Duration, Samples, Step, batch_size_for, num_variants
 from models import StagedModel
 from protocol.arrays import Arrays
@@ -63,7 +64,20 @@ class RoundContext:
     @property
     def lr_factor(self) -> float:
         """The factor on every learning rate of this round."""
-        return float(self.config.train.lr_decay ** (self.round - 1))
+        return lr_factor(self.config.train, self.round, self.config.rounds.num_rounds)
+
+    def optimizer(
+        self,
+        parameters: Sequence[Tensor],
+        momentum: float | None = None,
+        weight_decay: float | None = None,
+    ) -> Optimizer:
+        """The run's optimizer, for a loop of your own: `step(lr)` uses the gradients that are set.
+
+        The rate of this round is `config.train.lr * lr_factor`. momentum, weight_decay: the run's
+        if None.
+        """
+        return optimizer_for(self.config.train, parameters, momentum, weight_decay)
 
     @cached_property
     def precision(self) -> str:

@@ -1,9 +1,4 @@
-"""The one loop of local training: SGD on the sum of some loss terms.
-
-torch.optim imports torch's compiler, which takes 1 to 2 seconds in every new process, and in
-deployment every message starts one. `SGD` calls the kernel behind torch's `fused=True`, which does
-not need that import.
-"""
+"""The one loop of local training: gradient descent on the sum of some loss terms."""
 
 import functools
 import math
@@ -99,7 +94,7 @@ def fit(
     gradient_offsets: Sequence[Tensor] = (),
     step_offsets: Sequence[Tensor] = (),
 ) -> Descent:
-    """SGD on these parameters that minimises the sum of some loss terms; all local training.
+    """The run's optimizer on these parameters and the sum of some loss terms; all local training.
 
     parameters: those trained, of `ctx.model`; the caller sets modes (`train`, `requires_grad_`).
     inputs: from a step the tensors that the loss reads, in a tuple that may hold lists and dicts.
@@ -107,18 +102,13 @@ def fit(
     is not called in every step: what differs between steps has to come through `inputs`.
     lr: before the run's decays; constant, as a method's own learning rate, if `decays` is False.
     stream: names the random stream of batch order, augmentation and dropout.
-    momentum, weight_decay: the run's if None.
+    momentum, weight_decay: the run's if None; Adam has no momentum.
     gradient_offsets: one per parameter, added to its gradient before gradients are clipped.
     step_offsets: one per parameter, added to it times the learning rate after each step.
     """
-    train = ctx.config.train
-    optimizer = SGD(
-        parameters,
-        momentum=train.momentum if momentum is None else momentum,
-        weight_decay=train.weight_decay if weight_decay is None else weight_decay,
-    )
+    optimizer = ctx.optimizer(parameters, momentum, weight_decay)
     plan = ctx.plan(stream, duration.count, duration.unit)
-    decay = train.lr_decay_epoch
+    decay = ctx.config.train.lr_decay_epoch
     rates = [lr * ctx.lr_factor * decay**epoch if decays else lr for epoch in plan.epochs]
     sums = MeanTerms()
     gradients = functools.partial(gradients_of, ctx, parameters, loss, gradient_offsets)
@@ -206,41 +196,3 @@ def copy_of(model: StagedModel) -> Arrays:
         name: array.detach().clone(memory_format=torch.contiguous_format)
         for name, array in model.tensors.items()
     }
-
-
-# --- the optimizer --------------------------------------------------------------------------------
-
-
-class SGD:
-    """g += decay * w; m = momentum * m + g; w -= lr * m, for parameters of one type and device.
-
-    Bit-identical to torch.optim.SGD.
-
-    Their memory must have no gaps: clone a parameter that is, say, a slice of columns.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor], momentum: float, weight_decay: float) -> None:
-        self.parameters = list(parameters)
-        self.momentum, self.weight_decay = momentum, weight_decay
-        self.velocities: list[Tensor] = []
-
-    @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Update every parameter that has a gradient; the others keep value and momentum."""
-        with_gradient = [n for n, p in enumerate(self.parameters) if p.grad is not None]
-        if not with_gradient:
-            return
-        if self.momentum and not self.velocities:  # zeros: the first step gives m = g, as in torch
-            self.velocities = [torch.zeros_like(p) for p in self.parameters]
-        torch._fused_sgd_(
-            [self.parameters[n] for n in with_gradient],
-            [self.parameters[n].grad for n in with_gradient],  # type: ignore[misc]  # not None, as selected
-            [self.velocities[n] for n in with_gradient] if self.momentum else [],
-            weight_decay=self.weight_decay,
-            momentum=self.momentum,
-            lr=lr,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            is_first_step=False,
-        )

@@ -190,8 +190,19 @@ class TrainConfig:
         between(0, 1, open_low=True),
         "the learning rate is also multiplied by lr-decay-epoch ** (local epoch, from 0)",
     )
-    momentum: float = option(between(0, 1, open_high=True), "momentum of SGD")
-    weight_decay: float = option(at_least(0), "weight decay of SGD")
+    lr_schedule: str = option(
+        one_of("exponential", "cosine"),
+        "how the learning rate falls over the rounds: by lr-decay, or along half a cosine to 0",
+    )
+    warmup_rounds: int = option(
+        at_least(0), "rounds in which the learning rate rises to lr, after which it falls"
+    )
+    optimizer: str = option(
+        one_of("sgd", "adam", "adamw"),
+        "optimizer of local training; adam and adamw are torch's, begun anew in each round",
+    )
+    momentum: float = option(between(0, 1, open_high=True), "momentum of sgd")
+    weight_decay: float = option(at_least(0), "weight decay of the optimizer")
     clip_norm: float = option(at_least(0), "the gradient's norm is clipped to this; 0: no clipping")
     device: str = option(
         matching(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N"),

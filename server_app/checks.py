@@ -35,6 +35,10 @@ def keys_without_effect(config: RunConfig, keys: Collection[str]) -> list[str]:
             lines.append(
                 f"{key} has no effect: {rounds.method} uses {' and '.join(instead)} instead"
             )
+    if config.train.optimizer != "sgd" and "momentum" in keys:
+        lines.append(f"momentum has no effect: optimizer is {config.train.optimizer}")
+    if config.train.lr_schedule != "exponential" and "lr-decay" in keys:
+        lines.append(f"lr-decay has no effect: lr-schedule is {config.train.lr_schedule}")
     batches = config.train.batches_per_epoch
     if batches and "batch-size" in keys:
         lines.append(f"batch-size has no effect: batches-per-epoch is {batches}")

@@ -324,9 +324,12 @@ def check_num_rounds(run: RunReader, config: RunConfig) -> None:
             f"{run.directory.name}: {num_of('round is', done, 'rounds are')} done, and the last "
             f"was not evaluated: set num-rounds={done + 1} or more"
         )
-    if num_rounds != before and method_of(config).depends_on_num_rounds():
+    reader = config.rounds.method if method_of(config).depends_on_num_rounds() else ""
+    if config.train.lr_schedule == "cosine":
+        reader = "lr-schedule = 'cosine'"
+    if num_rounds != before and reader:
         raise ValueError(
-            f"num-rounds = {num_rounds}: the result of {config.rounds.method} depends on it: it "
+            f"num-rounds = {num_rounds}: the result of {reader} depends on it: it "
             f"was {before} and cannot change on resume"
         )
     check_has_rounds_left(run, num_rounds)

@@ -88,6 +88,7 @@ class Scaffold(LocalObjective):
 
     is_stateful: ClassVar[bool] = True
     supports_server_optimizer: ClassVar[bool] = False
+    supports_adam: ClassVar[bool] = False  # c_i is an average of gradients from SGD's path
     has_own_server_half: ClassVar[bool] = True
     # the previous one: an update may be lost
     client_state: ClassVar[str] = "its control variate, and the previous one"

@@ -13,7 +13,7 @@ from protocol.config import app_folder
 def loaded() -> tuple[set[str], set[str]]:
     """The modules of a process that trains, and then loads all that runs import."""
     code = (
-        "import sys, torch; from client_app.trainer import SGD; import client_app.trainer\n"
+        "import sys, torch; from client_app.optimizers import SGD; import client_app.trainer\n"
         "p = torch.ones(3, requires_grad=True); sgd = SGD([p], 0.9, 0.1); p.sum().backward()\n"
         "torch.nn.utils.clip_grad_norm_([p], 1.0); sgd.step(0.1); print(*sys.modules)\n"
         "import server_app.app, client_app.app; print(*sys.modules)"
