@@ -166,7 +166,7 @@ def uses(config: Mapping[str, Any], key: str) -> bool:
     return not dot or table in used
 
 
-DATA_DIGEST, SITE_COUNTS = "data digest", "site counts digest"
+DATA_DIGEST, SITE_COUNTS, OWN_CODE = "data digest", "site counts digest", "own code"
 
 
 def setting_of(run: RunReader, with_seed: bool = False) -> dict[str, Any]:
@@ -178,7 +178,8 @@ def setting_of(run: RunReader, with_seed: bool = False) -> dict[str, Any]:
     """
     used = {"seed": run.config["seed"]} if with_seed else {}
     used |= {k: v for k, v in run.config.items() if k not in NOT_A_SETTING and uses(run.config, k)}
-    used |= run.own_digests
+    if run.own_digests:
+        used[OWN_CODE] = ", ".join(f"{spec} {found}" for spec, found in run.own_digests.items())
     used[DATA_DIGEST] = run.manifest.get("data", "")
     if run.manifest.get("simulated") is False:
         used[SITE_COUNTS] = run.manifest.get("split", "")
