@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import own_fixtures
 import pytest
 from cluster_fixtures import ROOT, two_nodes
 from run_fixtures import (
@@ -85,6 +86,16 @@ def test_two_nodes_with_a_shared_directory_give_the_bits_of_the_inline_engine(
     assert {worker["device"] for worker in manifest["workers"]} == {"cpu"}
     assert not list(folder.parent.glob(".preflight*"))
     assert_as_inline(folder, keys, tmp_path)
+
+
+def test_a_method_in_a_file_is_sent_to_both_nodes(cluster, tmp_path):
+    if 1 not in cluster.nodes:
+        cluster.start(1)
+    mine = own_fixtures.file(tmp_path)
+    keys = SMALL | {"method": f"{mine}:FedPull", "fedpull.mu": 0.3}
+    code, out, err = cluster.run(*words(keys, "own-method"))
+    assert (code, err) == (0, ""), out
+    assert_as_inline(run_of(cluster, "own-method"), keys, tmp_path / "inline")
 
 
 def test_a_worker_sees_the_variables_of_the_run_and_not_those_of_its_raylet(cluster, tmp_path):
