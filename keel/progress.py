@@ -129,8 +129,11 @@ class Terminal(logging.Handler):
         if self.directory:
             name = escape(SavedRun(self.directory).reference)
             elapsed = duration(time.monotonic() - self.created)
+            missing = self.summary.get("missing", "")
+            of = f", of {escape(missing)}" if missing else ""
             self.print(
-                f"[green]finished[/] in {elapsed}; see keel status, compare, predict, export {name}"
+                f"[green]finished[/] in {elapsed}{of}; see keel status, compare, predict, export "
+                f"{name}"
             )
 
     def stopped(self) -> None:

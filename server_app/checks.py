@@ -1,13 +1,17 @@
 """Checks of the config, before training, that need packages which `protocol` does not import."""
 
+import math
 from collections.abc import Collection, Mapping
 
 from client_app.methods import method_of
 from data.partitions import PARTITIONS
+from protocol.arrays import Arrays
 from protocol.catalogue import method_names
 from protocol.config import RunConfig
 from protocol.options import OptionValue
+from protocol.privacy import noise_sigma
 from protocol.server_optimizers import SERVER_OPTIMIZERS
+from protocol.text import num_of
 
 PARTITION_KEYS = {  # config key: the name of the option in `PARTITIONS`
     "alpha": "alpha",
@@ -97,3 +101,25 @@ def config_warnings(config: RunConfig, overrides: Mapping[str, OptionValue]) -> 
     elif not on_clients and not config.evaluates_global:
         lines.append("evaluate-global = false: nothing is evaluated in this run")
     return lines
+
+
+def noise_warnings(config: RunConfig, num_clients: int, released: Arrays) -> list[str]:
+    """A line if the noise of `privacy.epsilon` drowns what the clients send.
+
+    In the mean of n clients the noise on d values has the norm sigma sqrt(d / n), and the clipped
+    updates at most C. Over T rounds the first adds up to sqrt(T) times as much, the second to T
+    times. released: what a client sends; num_clients: in a round.
+    """
+    privacy, num_rounds = config.privacy, config.rounds.num_rounds
+    if not privacy.epsilon:
+        return []
+    num_values = sum(array.numel() for array in released.values())
+    noise = noise_sigma(privacy) * math.sqrt(num_values / num_clients)
+    if noise <= math.sqrt(num_rounds) * privacy.clip_norm:
+        return []
+    return [
+        f"privacy.epsilon = {privacy.epsilon}: in the mean of {num_of('client', num_clients)} the "
+        f"noise on {num_values:,} values is {noise / privacy.clip_norm:.3g} times as long as the "
+        f"clipped updates can be: nothing can be learnt in {num_of('round', num_rounds)}; more "
+        "clients, fewer values or a larger epsilon would help"
+    ]

@@ -137,8 +137,17 @@ class RoundLog(RunObserver):
             log.info("%s: %d of %d clients have answered", what, num_replies, num_asked)
 
     def on_run_end(self, summary: Mapping[str, Any]) -> None:
-        """Log the status."""
-        log.info("%s", summary["status"])
+        """Log the warnings that the summary adds to those of the start, and the status."""
+        for text in summary["warnings"]:
+            if text not in self.info.warnings:
+                log.warning("%s", text)
+        log.info("%s", ended_text(summary))
+
+
+def ended_text(summary: Mapping[str, Any]) -> str:
+    """The status and whom the last round's model lacks: `finished, of 2 of 3 sites, without c`."""
+    missing = summary.get("missing")
+    return f"{summary['status']}, of {missing}" if missing else str(summary["status"])
 
 
 def round_text(line: Line, info: RunInfo, seconds_left: float) -> str:
@@ -178,7 +187,7 @@ class SummaryTable(RunObserver):
         if scores := summary.get("scores"):
             console.print(results_table("", "score", scores.values()))
         console.print(
-            f"{escape(summary['status'])}: {num_of('round', summary['rounds'])}, "
+            f"{escape(ended_text(summary))}: {num_of('round', summary['rounds'])}, "
             f"{duration(summary['seconds'])}, "
             f"{summary['seconds_per_round']:.2f} s a round, "
             f"{summary['bytes_down'] / 1e6:.1f} MB sent and "

@@ -21,6 +21,7 @@ from protocol.ray_nodes import devices_by_node
 from server_app.diagnostics.plots import plot_rounds
 from server_app.history import CURVES, Line, curve, summarise
 from server_app.observers import RoundLog, RunInfo, RunObserver
+from server_app.outcome import outcome_of
 from server_app.plots import accuracy_figure, scores_of
 from server_app.run_directory import save_arrays
 from server_app.run_reader import MODEL_FILE, SUMMARY_FILE, RunReader
@@ -58,6 +59,13 @@ class Reporter:
     def write(self, status: str) -> dict[str, Any]:
         """Write summary.json and return it."""
         has_ended, config = status != "running", self.run.config
+        clients, missing, warnings = self.run.clients, "", list(self.info.warnings)
+        if has_ended and self.history:
+            noun = "client" if clients.are_simulated else "site"
+            names = self.run.experiment.data.class_names
+            saved = RunReader(self.info.directory)
+            missing, found = outcome_of(saved, clients.shown, names, noun)
+            warnings += found
         summary = {
             "status": status,
             "directory": str(self.info.directory),
@@ -66,7 +74,8 @@ class Reporter:
             "ended": iso_time(time.time()) if has_ended else None,
             **summarise(self.history, config.flat, config.rounds.last_rounds),
             "privacy": privacy_spent(self.run),
-            "warnings": list(self.info.warnings),
+            "missing": missing,
+            "warnings": warnings,
         }
         path = self.info.directory / SUMMARY_FILE
         write_atomically(path, json.dumps(summary, indent=2).encode())
@@ -200,7 +209,7 @@ def info_of(run: Run, history: Sequence[Line]) -> RunInfo:
             ).items()
         ),
         device=str(next(experiment.model.parameters()).device),
-        warnings=source.notes,
+        warnings=(*source.notes, *run.notes),
     )
 
 

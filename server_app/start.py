@@ -19,7 +19,7 @@ from protocol.messages import PreflightRequest, payload_bytes
 from protocol.options import OptionValue
 from protocol.own_code import Own
 from protocol.text import labels_text
-from server_app.checks import config_warnings
+from server_app.checks import config_warnings, noise_warnings
 from server_app.diagnostics.monitor import Monitor
 from server_app.experiment import Experiment, admit_clients, build_experiment
 from server_app.manifest import (
@@ -58,6 +58,8 @@ class Run:
     evaluation_backoff: Backoff  # clients that gave no answer to evaluations
     # told what is asked, how many clients have answered, and how many were asked
     progress: Callable[[str, int, int], None] = lambda what, num_replies, num_asked: None
+    # warnings that the summary repeats, beside those on the data
+    notes: Sequence[str] = ()
     # the names of the loss metrics of all rounds so far
     loss_terms: set[str] = field(default_factory=set)
     # the scores of `metrics` that a warning has named, of clients and of the global model
@@ -169,7 +171,8 @@ def start_run(
         held.callback(directory.close)
     backoff = Backoff(config.rounds.backoff_after)
     run = Run(experiment, pool, clients, directory, start, monitor, backoff)
-    warnings += [*config_warnings(config, overrides), *experiment.source.notes]
+    run.notes = noise_warnings(config, len(experiment.strategy.cohort.sample(1)), start.arrays)
+    warnings += [*run.notes, *config_warnings(config, overrides), *experiment.source.notes]
     begin_log(run, warnings + own_code.edited(config.own, overrides.values()), early)
     if clients.are_simulated:
         # a resume with another number of simulated clients would split the data differently

@@ -101,7 +101,7 @@ def test_a_run_logs_the_notes_and_repeats_them_in_its_summary(run, tmp_path):
     spec = make_npz(tmp_path / "m.npz", x_train=x, y_train=y, x_test=x[2:8], y_test=y[2:8])
     for _ in range(2):  # decoded, then cached
         folder = run({"source": spec, "partition": "iid", "num-rounds": 1, "data-fraction": 1.0}, 2)
-        both, several = summary_of(folder)["warnings"]
+        both, several, *_ = summary_of(folder)["warnings"]
         assert "6 test images" in both
         assert "x_train[19]" in several
         log = (folder / "run.log").read_text()

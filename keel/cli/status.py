@@ -20,8 +20,11 @@ from keel.runs import COLOURS, FINISHED, RUNNING, SavedRun, find_run
 from keel.tables import terminal_console
 from protocol.text import printable
 from server_app.history import CURVES, curve, duration, privacy_text, score_curves, value_in
+from server_app.participation import participation
 
 RECENT_ROUNDS = 10  # whose left out clients are named
+MAX_CLIENTS = 20  # of more, only those with a note have a line
+MEASURED = ("seconds", "loss", "norm", "cosine")  # means over a client's last updates
 SHOWN_ROUNDS = 15  # rows of the live table
 POLL_S = 0.5
 
@@ -83,6 +86,8 @@ def status_lines(run: SavedRun) -> list[str]:
         lines.append(f"score     {description}: {shown}")
     if privacy := run.summary.get("privacy"):
         lines.append(f"privacy   {privacy_text(privacy)}")
+    lines += client_lines(run)
+    lines += [f"warning   {text}" for text in run.summary.get("warnings", ())]
     recent = recent_clients(run)
     for line in recent:
         for client, reason in line["left_out"].items():
@@ -93,6 +98,18 @@ def status_lines(run: SavedRun) -> list[str]:
         lines.append(f"damaged   checkpoints/{name}: a resume skips it")
     if run.state not in (RUNNING, FINISHED):
         lines.append(f"resume    {run.resume_command}")
+    return lines
+
+
+def client_lines(run: SavedRun) -> list[str]:
+    """A line for each client with its last updates, if there are few, and for each odd one."""
+    rows = participation(run.clients()).rows()
+    shown = rows if len(rows) <= MAX_CLIENTS else [row for row in rows if row["notes"]]
+    lines = []
+    for row in shown:
+        values = [f"{row['rounds']} of {run.last_round} rounds"]
+        values += [f"{key} {row[key]:.3g}" for key in MEASURED if row[key] is not None]
+        lines.append(f"client    {row['client']}: {', '.join(values + row['notes'])}")
     return lines
 
 

@@ -25,6 +25,7 @@ from protocol.options import typed
 from protocol.text import in_one_line
 from server_app.history import CURVES, HEADLINE, Line, duration, privacy_text, score_curves
 from server_app.history import WHOSE as SCORED
+from server_app.participation import Participation
 from server_app.run_reader import LOG_FILE, ROSTER_FILE
 
 MAX_ROUNDS = 40  # columns of the clients' heat map
@@ -101,6 +102,7 @@ def status(run: ShownRun) -> dict[str, Any]:
         "received": megabytes(frame, RECEIVED),
         "accuracies": rows,
         "privacy": privacy_text(privacy) if privacy else "",
+        "warnings": [in_one_line(text, 400) for text in run.summary.get("warnings", ())],
     }
 
 
@@ -162,10 +164,12 @@ class OfClients:
     reset: dict[str, int] = field(default_factory=dict)
     problem: dict[str, tuple[int, str, str]] = field(default_factory=dict)
     away: list[str] = field(default_factory=list)
+    participation: Participation = field(default_factory=Participation)
 
     def add(self, line: Line) -> None:
         """One round."""
         server_round = line["round"]
+        self.participation.add(line)
         self.last_round |= dict.fromkeys(line["participants"], server_round)
         self.reset |= dict.fromkeys(line["reset_needed"], server_round)
         self.away = line["backed_off"]
@@ -241,10 +245,12 @@ def site_rows(
     Without `online`, a site's connection is as the newest round found it.
     """
     rows = []
+    rows_of_clients = {row["client"]: row for row in found.participation.rows()}
     for entry in roster_of(run) if run.has_sites else []:
         client = entry["client"]
         last = found.last_round.get(client, 0)
         number, what, reason = found.problem.get(client, (0, "", ""))
+        measured = rows_of_clients.get(client, {})
         connected = "yes" if last else "?"
         if number > last:
             connected = f"{what} in round {number}"
@@ -264,6 +270,11 @@ def site_rows(
                 "model": entry.get("model"),
                 "device": entry.get("device") or "not reported",
                 "samples": f"{samples:,}",
+                **{
+                    key: "–" if measured.get(key) is None else f"{measured[key]:.3g}"
+                    for key in ("seconds", "loss", "norm", "cosine")
+                },
+                "notes": "; ".join(measured.get("notes", ())),
                 "last problem": f"round {number}: {reason}" if reason else "",
             }
         )
