@@ -1,8 +1,9 @@
-"""The generated pages of docs/reference: commands, methods and config keys, from the code itself.
+"""Generated pages: the reference (commands, methods, config keys) from the code, and the notebook.
 
 An mkdocs hook: `on_files` adds them to the site. Called with a folder, it writes them there.
 """
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,18 @@ def commands_page() -> str:
     return "\n\n".join(parts)
 
 
+NOTEBOOK = "keel-in-a-notebook.ipynb"
 PAGES = {"commands.md": commands_page, "methods.md": methods_page, "config.md": config_page}
+
+
+def notebook_page() -> str:
+    """The cells of the notebook: text as it is, code in blocks."""
+    notebook = json.loads((repository / "docs" / NOTEBOOK).read_text())
+    parts = []
+    for cell in notebook["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+    return "\n\n".join([*parts, f"[The notebook itself]({NOTEBOOK})"])
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -120,6 +132,7 @@ def on_files(files: Any, config: Any) -> Any:
 
     for name, page in PAGES.items():
         files.append(File.generated(config, f"reference/{name}", content=page()))
+    files.append(File.generated(config, "notebook.md", content=notebook_page()))
     return files
 
 
