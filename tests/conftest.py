@@ -192,7 +192,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 @pytest.fixture
-def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Networks and batches of the clients in float64.
 
     In float32, two pixels of a pool can tie on one processor and not on another, and a training
@@ -204,14 +204,12 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from client_app.samples import Pixels
     from client_app.setup import build_network
 
-    normalise, before = Pixels.normalise, torch.get_default_dtype()
+    normalise = Pixels.normalise
     monkeypatch.setattr(Pixels, "normalise", lambda *a: normalise(*a).double())
     monkeypatch.setattr(
         client_app.process_cache, "build_network", lambda *a: build_network(*a).double()
     )
     torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 @pytest.fixture

@@ -176,11 +176,9 @@ def test_personal_figures_come_with_the_training_and_are_of_the_model_kept(tmp_p
 
 def test_what_a_client_keeps_is_for_its_user_alone(tmp_path):
     """Whoever runs it: in Flower's simulation, Ray starts the process with a umask of its own."""
-    config, before = make_config(method="moon"), os.umask(0o022)
-    try:
-        read_reply(Client(config, tmp_path).ask("train", 1, initial(config)))
-    finally:
-        os.umask(before)
+    os.umask(0o022)
+    config = make_config(method="moon")
+    read_reply(Client(config, tmp_path).ask("train", 1, initial(config)))
     kept = [tmp_path / "clients", *(tmp_path / "clients").rglob("*")]
     assert len(kept) == 3
     for path in kept:

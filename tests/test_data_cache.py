@@ -38,13 +38,10 @@ def test_the_second_load_reads_no_image(load, tmp_path, monkeypatch):
 
 def test_decoded_images_are_for_their_owner_alone(load, tmp_path):
     spec = make_folder(tmp_path / "mine", random_images(2, 30, 30, 3))
-    before = os.umask(0)
-    try:
-        load(spec)
-        made = list((tmp_path / "cache").rglob("*"))
-        assert not any(path.stat().st_mode & 0o077 for path in made)
-    finally:
-        os.umask(before)
+    os.umask(0)
+    load(spec)
+    made = list((tmp_path / "cache").rglob("*"))
+    assert not any(path.stat().st_mode & 0o077 for path in made)
 
 
 @pytest.mark.parametrize("split", ["train", "test"])

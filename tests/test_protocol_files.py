@@ -78,14 +78,11 @@ def test_only_the_parts_of_processes_that_have_ended_are_removed(tmp_path):
 
 
 def test_files_are_private_until_the_last_thread_that_asked_for_it_is_done(tmp_path):
-    before = os.umask(0o022)
-    try:
+    os.umask(0o022)
+    with private_files():
         with private_files():
-            with private_files():
-                pass
-            (tmp_path / "private").touch()
-        (tmp_path / "public").touch()
-    finally:
-        os.umask(before)
+            pass
+        (tmp_path / "private").touch()
+    (tmp_path / "public").touch()
     modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("private", "public")]
     assert modes == [0o600, 0o644]

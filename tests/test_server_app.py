@@ -13,12 +13,8 @@ from server_app.app import SUPERLINK_TIMEOUT_S, main
 @pytest.fixture(autouse=True)
 def own_log_handlers():
     logger = logging.getLogger("keel")
-    before = list(logger.handlers), logger.level, logger.propagate
     logger.handlers.clear()
     logger.propagate = True  # or pytest gives it handlers
-    yield logger
-    logger.handlers[:], logger.propagate = before[0], before[2]
-    logger.setLevel(before[1])
 
 
 class Deployment(InlineGrid):

@@ -32,9 +32,7 @@ def test_the_first_ctrl_c_is_an_exception_and_says_so_in_a_line(capsys):
 @pytest.fixture
 def heeds_ctrl_c():
     """A shell starts a background job, such as these tests may be, with SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_a_ctrl_c_waits_for_the_end_of_an_import_that_would_swallow_it(heeds_ctrl_c):
@@ -84,17 +82,11 @@ def test_a_ctrl_c_while_torch_is_imported_ends_the_command(words, tmp_path, heed
 def test_a_terminal_that_is_closed_interrupts_an_experiment(before, code, last, capsys, tmp_path):
     """Its process was killed, and left Ray's folder in /tmp and runs that were not saved."""
     command = ["experiments", "run", "docs/sweep.yaml", "--output", str(tmp_path)]
-    numbers = (signal.SIGHUP, signal.SIGTERM)
-    saved = {number: signal.getsignal(number) for number in numbers}
     signal.signal(signal.SIGHUP, before)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(app_folder)
-            patch.setattr("keel.experiments.runner.run_recipe", lambda *_: send(signal.SIGHUP))
-            assert main(command) == code
-    finally:
-        for number, handler in saved.items():
-            signal.signal(number, handler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(app_folder)
+        patch.setattr("keel.experiments.runner.run_recipe", lambda *_: send(signal.SIGHUP))
+        assert main(command) == code
     assert capsys.readouterr().out.splitlines()[-1].startswith(last)
 
 
@@ -117,18 +109,15 @@ def test_a_sigterm_that_is_repeated_does_not_disturb_the_first():
 def test_a_hangup_ends_a_run_here_and_not_one_on_a_deployment():
     """Nor one that was started under nohup, which ignores it."""
     default, ignored = signal.SIG_DFL, signal.SIG_IGN
-    before = signal.signal(signal.SIGHUP, default)
-    try:
-        with pytest.raises(SystemExit) as error, interruptible():
-            send(signal.SIGHUP)
-        assert error.value.code == 128 + signal.SIGHUP
-        with interruptible(ends_on_hangup=False):
-            assert signal.getsignal(signal.SIGHUP) is default
-        signal.signal(signal.SIGHUP, ignored)
-        with interruptible():
-            send(signal.SIGHUP)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, default)
+    with pytest.raises(SystemExit) as error, interruptible():
+        send(signal.SIGHUP)
+    assert error.value.code == 128 + signal.SIGHUP
+    with interruptible(ends_on_hangup=False):
+        assert signal.getsignal(signal.SIGHUP) is default
+    signal.signal(signal.SIGHUP, ignored)
+    with interruptible():
+        send(signal.SIGHUP)
 
 
 @pytest.mark.parametrize(("engine", "ends"), [("inline", True), ("deployment", False)])

@@ -47,11 +47,8 @@ def test_each_machine_gets_what_it_needs_and_no_other_s_private_key(made):
 
 
 def test_private_files_are_for_their_owner_alone_whatever_the_umask(tmp_path):
-    before = os.umask(0o000)
-    try:
-        make_credentials(tmp_path / "made", ["localhost"], ["site-a"])
-    finally:
-        os.umask(before)
+    os.umask(0o000)
+    make_credentials(tmp_path / "made", ["localhost"], ["site-a"])
     for path in (tmp_path / "made").rglob("*"):
         is_private = path.suffix in (".key", ".secret")
         assert path.stat().st_mode & (0o077 if is_private else 0o022) == 0, path

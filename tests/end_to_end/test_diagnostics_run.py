@@ -242,11 +242,8 @@ def test_the_command_measures_saved_personal_models(run, capsys, tmp_path):
 def test_the_command_compares_checkpoints_and_only_the_user_can_read_what_it_writes(run):
     folder = run({"num-rounds": 2})
     [first] = (folder / "checkpoints").glob("round-00001-*")
-    before = os.umask(0o022)
-    try:
-        assert diagnose(folder, first, "--only", "drift", "--samples", "100") == 0
-    finally:
-        os.umask(before)
+    os.umask(0o022)
+    assert diagnose(folder, first, "--only", "drift", "--samples", "100") == 0
     made = folder / "diagnostics-models"
     for path in [made, *made.iterdir()]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
