@@ -115,7 +115,7 @@ def load(tmp_path: Path) -> Callable[..., Source]:
     """load_source with its directories below tmp_path."""
     from data.sources import Reading, load_source
 
-    def loaded(spec, **reading):
+    def loaded(spec: str, **reading: Any) -> Source:
         return load_source(spec, tmp_path / "data", tmp_path / "cache", Reading(**reading))
 
     return loaded
