@@ -9,9 +9,10 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, Context, Error, Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MessageType, RecordDict
 
 from client_app.errors import error_reply, is_about_machine
 from client_app.evaluation import Score, evaluate
@@ -41,12 +42,14 @@ from client_app.setup import (
     forget_sources,
     open_site,
     representation_width,
+    simulated_node,
 )
 from client_app.site_privacy import charge_release, check_limits, is_site
 from client_app.state import StateFolder
 from flower_adapter import GPU_LOST
 from protocol.array_records import tensors
 from protocol.arrays import Arrays, all_finite, mismatch
+from protocol.config import config_from_json
 from protocol.files import private_files
 from protocol.messages import (
     DatasetSpec,
@@ -94,16 +97,22 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
     for client, num_clients, content in split_content(message.content):
         own = copy.copy(message)
         own.content = content
-        node_config: dict[str, bool | float | int | str] = {
-            "partition-id": client,
-            "num-partitions": num_clients,
-        }
+        node_config = node_config_in(content, client, num_clients)
         node = Context(context.run_id, context.node_id, node_config, RecordDict(), {})
         reply = answer_as(own, node)
         if isinstance(reply, Error) and reply.code == GPU_LOST:
             return reply  # the others would fail too
         replies.append(reply)
     return joined_reply(replies)
+
+
+def node_config_in(content: RecordDict, client: int, num_clients: int) -> dict[str, Any]:
+    """The node config of a simulated client that a message is for, by its number."""
+    try:
+        text = str(get_record(content, "round", ConfigRecord)["config"])
+        return simulated_node(config_from_json(text), client, num_clients)
+    except Exception:  # `answer_as` says why the message cannot be read
+        return {"partition-id": client, "num-partitions": num_clients}
 
 
 def answer_as(message: Message, context: Context) -> RecordDict | Error:

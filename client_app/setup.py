@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from client_app.methods import method_of
 from client_app.samples import Pixels
 from data.arrays import ARRAYS, stored_by
 from data.decoding import Window
+from data.own_partition import fixed_number, own_parts
 from data.partitions import (
     Parts,
     group_labels,
@@ -29,6 +31,7 @@ from protocol.config_keys import numbers_in
 from protocol.messages import DatasetSpec
 from protocol.models import IMAGE_SIZES, Size, model_spec
 from protocol.options import ConfigError
+from protocol.own_code import Own
 from protocol.seeds import seed_of
 from protocol.source_spec import SITES
 from protocol.text import num_of
@@ -148,6 +151,9 @@ def split_over_clients(config: RunConfig, num_clients: int) -> Parts:
     config.check_is_for_simulation()
     train = open_source(config).train
     labels = np.asarray(train.labels)
+    own = config.own.get(data.partition)
+    if own and fixed_number(own):
+        return parts_of_samples(config, own, labels, num_clients)
     if train.groups is not None:
         labels = group_labels(labels, train.groups)
     share = np.arange(len(labels))
@@ -155,19 +161,53 @@ def split_over_clients(config: RunConfig, num_clients: int) -> Parts:
         share = stratified_share(
             labels, data.data_fraction, seed_of(config.rounds.seed, "data-fraction")
         )
-    parts = partition_indices(
-        data.partition,
-        labels[share],
-        num_clients,
-        alpha=data.alpha,
-        order=data.balanced_order,
-        classes_per_client=data.classes_per_client,
-        shards_per_client=data.shards_per_client,
-        min_size=data.min_samples,
-        seed=seed_of(config.rounds.seed, "partition"),
-    )
+    seed = seed_of(config.rounds.seed, "partition")
+    if own:
+        parts = own_parts(own, labels[share], num_clients, seed)
+    else:
+        parts = partition_indices(
+            data.partition,
+            labels[share],
+            num_clients,
+            alpha=data.alpha,
+            order=data.balanced_order,
+            classes_per_client=data.classes_per_client,
+            shards_per_client=data.shards_per_client,
+            min_size=data.min_samples,
+            seed=seed,
+        )
     parts = parts.of(share)
     return parts if train.groups is None else parts.of_groups(train.groups)
+
+
+def parts_of_samples(config: RunConfig, own: Own, labels: np.ndarray, num_clients: int) -> Parts:
+    """The parts of an own partition that names training samples; with `group-by`, no groups."""
+    if config.data.data_fraction < 1:
+        raise ConfigError(
+            "data-fraction",
+            f"data-fraction = {config.data.data_fraction:g}: the partition {own.spec} names the "
+            "samples that are used: set it to 1",
+        )
+    return own_parts(own, labels, num_clients, config.rounds.seed)
+
+
+def unused_warnings(config: RunConfig, num_clients: int) -> list[str]:
+    """A line if an own partition leaves training samples unused."""
+    if config.data.partition not in config.own:
+        return []
+    num = len(open_source(config).train.labels)
+    used = len(split_over_clients(config, num_clients).indices)
+    text = f"partition = {config.data.partition!r} leaves {num - used} of {num} samples unused"
+    return [text] if used < num else []
+
+
+def simulated_node(config: RunConfig, number: int, num_clients: int) -> dict[str, Any]:
+    """The node config of a simulated client, with its name if the partition gives it one."""
+    node: dict[str, Any] = {"partition-id": number, "num-partitions": num_clients}
+    if config.data.partition in config.own:
+        names = split_over_clients(config, num_clients).names
+        node |= {"name": names[number]} if names else {}
+    return node
 
 
 def forget_sources() -> None:

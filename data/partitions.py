@@ -26,8 +26,15 @@ SMALLEST_WEIGHT = 1e-300  # of a sample; Dirichlet proportions may be 0, or too 
 class Parts:
     """Each client's sorted indices in two arrays, which also hold a million clients."""
 
-    def __init__(self, indices: np.ndarray, owners: np.ndarray, num_clients: int) -> None:
-        """owners [n]: the client that holds each of `indices` [n]."""
+    def __init__(
+        self,
+        indices: np.ndarray,
+        owners: np.ndarray,
+        num_clients: int,
+        names: tuple[str, ...] = (),
+    ) -> None:
+        """owners [n]: the client that holds each of `indices` [n]. names: of clients; (): none."""
+        self.names = names
         self.indices = indices[np.lexsort((indices, owners))].astype(np.int64, copy=False)
         sizes = np.bincount(owners, minlength=num_clients)
         self.ends = np.concatenate([[0], np.cumsum(sizes)])  # [N + 1]
@@ -55,7 +62,7 @@ class Parts:
     def of(self, labels: np.ndarray) -> "Parts":
         """The same parts of `labels`, into which the indices point."""
         moved = object.__new__(Parts)
-        moved.indices, moved.ends = labels[self.indices], self.ends
+        moved.indices, moved.ends, moved.names = labels[self.indices], self.ends, self.names
         return moved
 
     def of_groups(self, groups: np.ndarray) -> "Parts":
@@ -63,7 +70,7 @@ class Parts:
         owner_of = np.full(groups.max() + 1, -1)
         owner_of[self.indices] = np.repeat(np.arange(len(self)), self.sizes)
         owners = owner_of[groups]
-        return Parts(np.flatnonzero(owners >= 0), owners[owners >= 0], len(self))
+        return Parts(np.flatnonzero(owners >= 0), owners[owners >= 0], len(self), self.names)
 
 
 def iid_partition(labels: np.ndarray, num_clients: int, seed: int) -> Parts:

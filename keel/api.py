@@ -20,6 +20,7 @@ from server_app.run_reader import STARTING
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from keel.client_data import ClientData
     from server_app.load_model import TrainedModel
 
 __version__ = keel_version()
@@ -84,6 +85,15 @@ class Run:
     def model(self, client: str = "") -> "TrainedModel":
         """The final global model, or the personal model of a client such as "client-0000"."""
         return load_model(self.directory, client)
+
+    def client_data(self, client: str) -> "ClientData":
+        """The samples of a simulated client, `.train` and `.test`, each with `.images`, `.labels`.
+
+        `test` is its local test part, on which its personal model is evaluated.
+        """
+        from keel.client_data import client_data
+
+        return client_data(self._saved, client)
 
     def plot(self) -> "Figure":
         """Accuracy over rounds as a matplotlib figure, which a notebook shows."""

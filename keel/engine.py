@@ -124,7 +124,10 @@ def number_of_clients(
     resumed: SavedRun | None,
 ) -> int:
     """How many clients are simulated: the option `clients` wins over a preset's num-clients."""
-    expected = config.rounds.num_clients
+    from data.own_partition import fixed_number
+
+    of_partition = fixed_number(config.own.get(config.data.partition))
+    expected = config.rounds.num_clients or of_partition
     if clients is None or clients == expected:
         return expected or DEFAULT_CLIENTS
     if resumed or "num-clients" in overrides:

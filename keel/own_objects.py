@@ -39,7 +39,7 @@ def with_specs(keys: Mapping[str, Any]) -> tuple[dict[str, OptionValue], dict[st
         if name := name_in_keel(thing):
             plain[key], table = name, name
         else:
-            found = own_code_of(key, thing)
+            found = own_code_of(key, thing, "" if callable(thing) else key)
             plain[key], own[found.spec] = found.spec, found
             table = table_of(found.spec)
         if is_instance:

@@ -16,7 +16,7 @@ from typing import Any
 from protocol.config import keel_home
 from protocol.files import digest, full_path
 from protocol.options import did_you_mean
-from protocol.own_code import table_of
+from protocol.own_code import is_spec, table_of
 from protocol.text import in_one_line, shortened
 from server_app.history import curve, headline_of, scalars
 from server_app.run_reader import CONFIG_FILE, HISTORY_FILE, LOCK_FILE, RunReader
@@ -154,6 +154,8 @@ def method_text(config: Mapping[str, Any]) -> str:
 def split_text(config: Mapping[str, Any]) -> str:
     """The partition of a simulation with its parameter, such as `dirichlet 0.5`."""
     kind = str(config["partition"])
+    if is_spec(kind):
+        return kind
     key = {"classes": "classes-per-client", "shards": "shards-per-client"}.get(kind, "alpha")
     return kind if kind == "iid" else f"{kind} {config[key]}"
 

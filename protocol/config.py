@@ -315,6 +315,8 @@ def own_code_in(flat: FlatConfig, given: Mapping[str, Own]) -> dict[str, Own]:
 def is_own(key: str, name: str) -> bool:
     """Whether a name in the value of this key names own code; `folder:data` is one of Keel's."""
     is_keels = key == "source" and f"{name.partition(':')[0]}:PATH" in SOURCE_NAMES
+    if key == "partition" and name.endswith(".json"):
+        return True
     return is_spec(name) and not is_keels and not is_library(name)
 
 

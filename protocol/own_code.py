@@ -11,6 +11,7 @@ imports is not kept. Needs no torch; the code that is loaded may import it.
 """
 
 import importlib
+import json
 import pickle
 import re
 import sys
@@ -44,7 +45,10 @@ def table_of(spec: str) -> str:
 
 
 def canonical(spec: str) -> str:
-    """The spec with the file's name alone, wherever the file is."""
+    """The spec with the file's name alone, wherever the file is; own:split of split.json."""
+    if spec.endswith(".json"):
+        stem = re.sub(r"\W", "_", Path(spec).stem)
+        return f"{VALUE}:{stem}"
     place, _, name = spec.rpartition(":")
     return f"{Path(place).name if place.endswith('.py') else place}:{name}"
 
@@ -116,6 +120,8 @@ def find(spec: str, key: str) -> Own:
     try:
         if place == VALUE:
             raise ValueError("names an object of another process: give the object to keel.run")
+        if spec.endswith(".json"):
+            return remembered(from_json(Path(spec).expanduser()))
         if not place.endswith(".py"):
             module = imported(place)
             text, path = text_of(module)
@@ -125,6 +131,16 @@ def find(spec: str, key: str) -> Own:
         return remembered(Own(canonical(spec), digest(text.encode()), text, path=path))
     except ValueError as error:
         raise ConfigError(key, f"{key} = {spec!r}: {error}") from error
+
+
+def from_json(path: Path) -> Own:
+    """The value in a JSON file, as if Python had handed it over."""
+    try:
+        value = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}:{error.lineno}: {error.msg}") from error
+    pickled = pickle.dumps(value)
+    return Own(canonical(str(path)), digest(pickled), pickled=pickled, path=str(path), live=value)
 
 
 def own_of(name: str, value: Any) -> Own:

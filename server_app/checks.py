@@ -46,7 +46,7 @@ def keys_without_effect(config: RunConfig, keys: Collection[str]) -> list[str]:
     batches = config.train.batches_per_epoch
     if batches and "batch-size" in keys:
         lines.append(f"batch-size has no effect: batches-per-epoch is {batches}")
-    used = PARTITIONS[config.data.partition][1]
+    used = PARTITIONS.get(config.data.partition, (None, ()))[1]  # an own partition has no keys
     for key, option in PARTITION_KEYS.items():
         if key in keys and option not in used:
             lines.append(f"{key} has no effect: partition is {config.data.partition}")

@@ -25,7 +25,6 @@ from protocol.options import ConfigError
 from protocol.text import num_of, shortened
 from server_app.run_reader import DAMAGE
 from server_app.simulated_roster import MAX_LISTED, SimulatedRoster
-from strategies.cohort import name_of
 
 USUAL_FACTOR = 10  # on the median number of samples, beyond which a site is named
 
@@ -287,4 +286,4 @@ def check_simulated_roster(roster: SimulatedRoster) -> None:
     totals = np.bincount(labels, minlength=source.num_classes).tolist()
     if config.privacy.withholds_metrics:
         totals = []
-    check_sizes(config, source, roster.sizes, totals, name_of, True)
+    check_sizes(config, source, roster.sizes, totals, roster.name_of, True)

@@ -11,7 +11,13 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from client_app.node_config import own_architecture, own_roster_entry
-from client_app.setup import client_indices, model_for, representation_width, split_over_clients
+from client_app.setup import (
+    client_indices,
+    model_for,
+    representation_width,
+    simulated_node,
+    split_over_clients,
+)
 from data.sources import Source
 from protocol.config import RunConfig
 from protocol.messages import RosterEntry
@@ -49,7 +55,7 @@ class SimulatedRoster(Mapping[int, RosterEntry]):
 
     def _made(self, number: int) -> RosterEntry:
         config, source = self.config, self.source
-        node_config = {"partition-id": number, "num-partitions": self.num_clients}
+        node_config = simulated_node(config, number, self.num_clients)
         labels = np.asarray(source.train.labels)
         splits = [labels[part] for part in client_indices(config, number, self.num_clients)]
         width = self.widths[own_architecture(config, node_config)]
@@ -81,7 +87,11 @@ class SimulatedRoster(Mapping[int, RosterEntry]):
     @cached_property
     def node_of(self) -> dict[str, int]:
         """The node of each client, by name."""
-        return {name_of(number): FIRST_NODE + number for number in range(self.num_clients)}
+        return {self.name_of(number): FIRST_NODE + number for number in range(self.num_clients)}
+
+    def name_of(self, number: int) -> str:
+        """A client's name: the partition's, if it gives names."""
+        return self.parts.names[number] if self.parts.names else name_of(number)
 
     @property
     def num_train(self) -> int:

@@ -13,6 +13,7 @@ from flwr.app import Message
 
 from client_app.machine import data_digest, host_name, report_of
 from client_app.networks import resolved
+from client_app.setup import unused_warnings
 from protocol import own_code
 from protocol.config import RunConfig, resolve_config
 from protocol.messages import PreflightRequest, payload_bytes
@@ -172,6 +173,7 @@ def start_run(
     backoff = Backoff(config.rounds.backoff_after)
     run = Run(experiment, pool, clients, directory, start, monitor, backoff)
     run.notes = noise_warnings(config, len(experiment.strategy.cohort.sample(1)), start.arrays)
+    run.notes += unused_warnings(config, clients.num) if clients.are_simulated else []
     warnings += [*run.notes, *config_warnings(config, overrides), *experiment.source.notes]
     begin_log(run, warnings + own_code.edited(config.own, overrides.values()), early)
     if clients.are_simulated:

@@ -95,7 +95,11 @@ def without_times(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     sent, as a message holds the folder's name."""
     timed = ("seconds", "client_seconds", "client_cpu_seconds")
     differing = (*timed, "bytes_down", "evaluation_bytes_down")
-    return [{k: v for k, v in line.items() if k not in differing} for line in history]
+    lines = [{k: v for k, v in line.items() if k not in differing} for line in history]
+    for line in lines:  # each client's seconds too
+        for client, update in line.get("updates", {}).items():
+            line["updates"][client] = {k: v for k, v in update.items() if k != "seconds"}
+    return lines
 
 
 def summary_of(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,40 @@
+"""A client's part of the data of a simulation, as training saw it."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from keel.runs import SavedRun
+from protocol.options import did_you_mean
+
+
+class Part(NamedTuple):
+    """Images uint8 or float32 [N, C, H, W] and labels int64 [N], indices of the classes."""
+
+    images: np.ndarray
+    labels: np.ndarray
+
+
+class ClientData(NamedTuple):
+    """A client's training samples and its local test part, which may be empty."""
+
+    train: Part
+    test: Part
+
+
+def client_data(run: SavedRun, client: str) -> ClientData:
+    """The samples of a client. ValueError for an unknown client, and for one of a deployment."""
+    from client_app.node_config import own_splits
+    from client_app.setup import dataset_spec_of, open_source, simulated_node
+
+    config = run.run_config
+    if run.has_sites:
+        raise ValueError(f"client = {client!r}: the data of a deployment's client is at its site")
+    num = int(run.config["num-clients"])
+    nodes = (simulated_node(config, number, num) for number in range(num))
+    by_name = {node.get("name", f"client-{node['partition-id']:04d}"): node for node in nodes}
+    if client not in by_name:
+        raise ValueError(f"client = {client!r}: the run has none{did_you_mean(client, by_name)}")
+    spec = dataset_spec_of(config, open_source(config))
+    train, test = own_splits(config, spec, by_name[client])
+    return ClientData(Part(train.images, train.labels), Part(test.images, test.labels))
