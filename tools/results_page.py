@@ -17,6 +17,7 @@ import math
 import re
 import shlex
 import statistics
+import string
 import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,11 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from keel.experiments.claims import (
+    CHANCE,
     NOT_REPRODUCED,
     NOT_TESTED,
     REPRODUCED,
     Verdict,
     half_width_of,
+    judge,
     judge_all,
 )
 from keel.experiments.figures import curve_of
@@ -190,6 +193,7 @@ DATA_NAMES = {
     "svhn": "SVHN",
     "tiny-imagenet": "Tiny ImageNet",
 }
+ALONE = "Local training"  # a row that recipes of personal models have beside the paper's
 Curve = Sequence[tuple[int, float, float]]
 Curves = Mapping[str, tuple[Curve, float | None]]  # by side; with the paper's value
 
@@ -275,11 +279,11 @@ class Evidence:
 class Headline:
     """A headline claim with the best evidence there is: None where nothing is archived.
 
-    text: the claim with the data set that it is about. decide: what an open claim lacks. command:
-    runs its two sides at the paper's setting, or, if only seeds are missing, at that of the
-    evidence, whose source is left out: its path differs between machines. verdict: with remarks.
-    picture: empty for a claim about seconds, of which a curve of accuracies shows nothing.
-    has_paper_values: in the picture.
+    text: the difference that the claim is about. decide: what an open claim lacks. command: runs
+    its two sides at the paper's setting, or, if only seeds are missing, at that of the evidence,
+    whose source is left out: its path differs between machines. picture: empty for a claim about
+    seconds, of which a curve of accuracies shows nothing. has_paper_values: in the picture.
+    is_contradicted: other archived runs decide the opposite.
     """
 
     recipe: Recipe
@@ -288,14 +292,116 @@ class Headline:
     command: str
     decide: str = "runs of both sides at the paper's setting"
     evidence: Evidence | None = None
-    words: str = NOT_TESTED
     picture: str = ""
     has_paper_values: bool = False
+    is_contradicted: bool = False
 
     @property
     def paper(self) -> str:
         """The paper's name and the table's."""
         return f"{self.recipe.paper} {self.recipe.item}"
+
+    @property
+    def table(self) -> str:
+        """The paper's name and the table's, without the setting that `item` may name after it."""
+        return self.paper.partition(",")[0]
+
+    @property
+    def is_tested(self) -> bool:
+        """Whether runs test it."""
+        return self.verdict.word != NOT_TESTED
+
+    @property
+    def decision(self) -> Verdict:
+        """The verdict on the planned seeds."""
+        return self.verdict.on_planned or self.verdict
+
+    @property
+    def reading(self) -> str:
+        """The decision in two or three words."""
+        return self.decision.reading
+
+    @property
+    def seeds(self) -> str:
+        """`2 of 3`: judged and planned."""
+        judged, planned = self.decision.seeds, self.verdict.num_planned
+        if not judged:
+            return "–"
+        return f"{judged} of {planned}" if judged < planned else str(judged)
+
+    @property
+    def deviations(self) -> list[str]:
+        """How the runs depart from the paper, in words."""
+        words = [*self.verdict.read_otherwise, *self.verdict.deviations]
+        return [*words, self.recipe.remark] if self.recipe.remark and self.is_tested else words
+
+    @property
+    def footnotes(self) -> Iterator[str]:
+        """What to know beside the row."""
+        yield from self.deviations
+        if self.verdict.failures:
+            yield self.verdict.failures
+        if self.is_tested and self.verdict.paper_effect is None:
+            yield "the paper has no number for this difference"
+        if self.verdict.on_planned:
+            every = self.verdict
+            yield (
+                f"with {every.seeds} seeds instead of the planned {every.num_planned}: "
+                f"{every.shown_effect}, {every.reading}"
+            )
+        if self.is_contradicted:
+            yield "other runs decide the opposite"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A headline in the table; `letters` are those of its footnotes."""
+
+    headline: Headline
+    letters: str
+
+
+def table_of(found: Sequence[Headline]) -> dict[str, Any]:
+    """What the table of the claims shows: a row for each claim, its footnotes, and the counts.
+
+    A claim that several recipes make, at different settings, has one row: that of the best tested.
+    """
+    claims: dict[tuple[str, str], list[Headline]] = {}
+    for headline in found:
+        claims.setdefault((headline.table, headline.verdict.claim.text), []).append(headline)
+    notes: dict[str, str] = {}
+    rows = []
+    for same in claims.values():
+        best = max(same, key=lambda each: (each.is_tested, -len(each.deviations)))
+        words = [*best.footnotes]
+        untested = [h.recipe.name for h in same if best.is_tested and not h.is_tested]
+        words += [f"not tested at the settings of the authors' code (`{n}`)" for n in untested]
+        for word in words:
+            notes.setdefault(word, string.ascii_lowercase[len(notes)])
+        rows.append(Row(best, ", ".join(sorted(notes[word] for word in words))))
+    tested = [row.headline for row in rows if row.headline.is_tested]
+    num_exact = sum(not headline.deviations for headline in tested)
+    return {
+        "rows": rows,
+        "notes": {letter: word for word, letter in notes.items()},
+        "num_tested": len(tested),
+        "num_exact": num_exact or "none",
+        "chance": CHANCE[0].upper() + CHANCE[1:],
+    }
+
+
+def against_training_alone(evidence: Sequence[Evidence]) -> Iterator[tuple[str, str, Verdict]]:
+    """(method, column, verdict): each paper's method minus training alone, where both were run."""
+    for each in evidence:
+        method, planned = each.recipe.paper, each.recipe.seeds
+        for column in each.recipe.columns:
+            sides = [each.results.get((row, column.name)) for row in (method, ALONE)]
+            if sides[0] is None or sides[1] is None:
+                continue
+            claim = Claim("", method, ALONE, is_above=True, place=column.name)
+            verdict = judge(claim, sides[0], sides[1], planned, each.options.seeds)
+            if verdict.seeds:
+                yield method, column.name, verdict
 
 
 def command(recipe: Recipe, only: Sequence[str]) -> list[str]:
@@ -328,7 +434,7 @@ def headlines(evidence: Sequence[Evidence], pictures: dict[str, str]) -> Iterato
                 continue
             cells = dict.fromkeys(name for side in recipe.sides_of(claim) for name in side)
             words = command(recipe, list(cells))
-            found = Headline(recipe, verdict, in_full(claim, recipe), shlex.join(words))
+            found = Headline(recipe, verdict, difference(claim, recipe), shlex.join(words))
             judged = [
                 (v, each) for each in own for v in each.headlines if v.claim.text == claim.text
             ]
@@ -336,7 +442,7 @@ def headlines(evidence: Sequence[Evidence], pictures: dict[str, str]) -> Iterato
                 found = with_evidence(found, judged, words)
                 if not recipe.cell(*recipe.sides_of(claim)[0]).take.is_time:
                     name, curves = f"{recipe.name}-{number}.svg", curves_of(found)
-                    pictures[name] = svg_of(curves, claim.text)
+                    pictures[name] = svg_of(curves, found.text)
                     has_values = any(paper is not None for _, paper in curves.values())
                     found = replace(
                         found, picture=f"{PICTURES}/{name}", has_paper_values=has_values
@@ -360,17 +466,14 @@ def with_evidence(
     decide = what_decides(best, {*evidence.options.seeds, *found.recipe.seeds})
     if needed := re.fullmatch(r"(\d+) seeds", decide):  # beside those that are there
         words = [*words, *evidence.change_words(without="source"), "--seeds", needed[1]]
-    said = [best.word, best.failures, *best.remarks, found.recipe.remark]
-    said += ["not the paper's setting"] if best.deviations else []
     decided = {verdict.word for verdict, _ in judged} & {REPRODUCED, NOT_REPRODUCED}
-    said += ["contradicted by other runs"] if len(decided) > 1 else []
     return replace(
         found,
         verdict=best,
         command=shlex.join(words),
         decide=decide,
         evidence=evidence,
-        words="; ".join(filter(None, said)),
+        is_contradicted=len(decided) > 1,
     )
 
 
@@ -400,21 +503,32 @@ def what_decides(verdict: Verdict, asked: set[int]) -> str:
     return f"{seeds + len(tuned_on)} seeds" if seeds < math.inf else f"more than {MAX_SEEDS} seeds"
 
 
-def in_full(claim: Claim, recipe: Recipe) -> str:
-    """The claim with its data set: `FedCKA above FedAvg on CIFAR-10, alpha 5`."""
+def difference(claim: Claim, recipe: Recipe) -> str:
+    """The difference that a claim is about: `FedCKA − FedAvg, CIFAR-10, Dir(5)`."""
     sides = recipe.sides_of(claim)
     cell = recipe.cell(*sides[0])
     data = DATA_NAMES[resolve_config(cell.keys).data.source]
-    above, below = ("slower than", "faster than") if cell.take.is_time else ("above", "below")
-    word = above if claim.is_above else below
-    if claim.margin:
-        margin = f"{claim.margin:g} s" if cell.take.is_time else num_of("point", claim.margin)
-        word = f"within {margin} of"
-    compared = f"{claim.left} {word} {claim.right}"
+    text = f"{claim.left} − {claim.right}"
     if sides[0][0] == claim.place:
-        return f"{claim.place}: {compared} on {data}"
-    place = re.sub(r"\b(\d+)R\b", r"\1 rounds", claim.place).replace("FMNIST", "Fashion-MNIST")
-    return f"{compared} on {place if data in place else f'{data}, {place}'}"
+        text = f"{claim.place}: {text}, {data}"
+    else:
+        place = re.sub(r"\b(\d+)R\b", r"\1 rounds", claim.place).replace("FMNIST", "Fashion-MNIST")
+        text += f", {place}" if data in place else f", {data}, {place}"
+    if cell.take.is_time:
+        text += f", {cell.take.of('')}"
+    if claim.margin:
+        text += f", within {num_of('point', claim.margin)}"
+    return with_dirichlet(text)
+
+
+def with_dirichlet(text: str) -> str:
+    """The text with `Dir(0.1)` for `alpha 0.1` and `beta 0.1`, as recipes call it."""
+    return re.sub(r"\b(?:alpha|beta) (\d+(?:\.\d+)?)\b", r"Dir(\1)", text)
+
+
+def without_made_up(text: str) -> str:
+    """The text with `folder:NAME` for the made-up paths of an archive."""
+    return re.sub(r"folder:/data/[0-9a-f]{6}/", "folder:", text)
 
 
 def curves_of(headline: Headline) -> Curves:
@@ -494,11 +608,13 @@ def write_page(histories: Path = HISTORIES, page: Path = PAGE, readme: Path = RE
         raise ValueError(f"{readme}: expected the lines {BEGIN} and {END}")
     pictures: dict[str, str] = {}
     environment = template_environment(Path(__file__).parent)
+    environment.filters |= {"dirichlet": with_dirichlet, "source": without_made_up}
     with unpacked(histories) as outputs:
         evidence = [each for output in outputs for each in evidence_in(output)]
         found = list(headlines(evidence, pictures))
         recipes = list({headline.recipe.name: headline.recipe for headline in found}.values())
         content = {"headlines": found, "evidence": evidence, "recipes": recipes}
+        content |= table_of(found) | {"alone": list(against_training_alone(evidence))}
         text = environment.get_template("papers.md.j2").render(content)
         table = environment.get_template("claims.md.j2").render(content)
     write_atomically(page, text.replace("{claims}", table.strip()).encode())

@@ -29,7 +29,9 @@ PER_ROUND = "seconds a round"  # what a cell takes of its runs
 REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 INCONCLUSIVE, NOT_TESTED = "inconclusive", "not tested"
 VERDICTS = (REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE, NOT_TESTED)
-# of a 95 % interval; the README and the page of the claims say the same
+UNDECIDED = {INCONCLUSIVE: "undecided", NOT_TESTED: NOT_TESTED}  # readings
+MIN_SEEDS = 3  # with fewer, a decision is provisional
+# of a 95 % interval
 CHANCE = (
     "where there is no true difference, about one judged claim in 20 is still decided by chance, "
     "and more if seeds were added after seeing the verdict"
@@ -59,9 +61,14 @@ class Verdict:
     effect, interval, paper_effect: left minus right, in percentage points or seconds; the interval
     is the 95 % t interval of the mean. None where there is no number; the interval also where a
     pair has no difference.
-    basis: the differences and seeds, or why there is no verdict, in words. remarks: what to know
-    beside the verdict. failures: sides of which a run diverged, failed or left out updates.
-    deviations: keys that differ from the paper's.
+    basis: the differences and seeds, or why there is no verdict, in words. failures: sides of which
+    a run diverged, failed or left out updates. deviations: keys that differ from the paper's.
+    read_otherwise: what is read at another round than the paper's, or differently from two sides.
+    num_planned, num_asked: the recipe's seeds, and these with others asked for, without those that
+    tuned.
+    on_planned: the verdict on the planned seeds alone, if others were judged too.
+    can_compare: whether the paper's difference is of the same kind. Its times are of other
+    machines, and a claim within a margin is not about the size.
     """
 
     claim: Claim
@@ -71,9 +78,13 @@ class Verdict:
     effect: float | None = None
     interval: tuple[float, float] | None = None
     paper_effect: float | None = None
-    remarks: Sequence[str] = ()
     failures: str = ""
     deviations: Sequence[str] = ()
+    read_otherwise: Sequence[str] = ()
+    num_planned: int = 0
+    num_asked: int = 0
+    on_planned: "Verdict | None" = None
+    can_compare: bool = False
 
     @property
     def seeds(self) -> int:
@@ -89,6 +100,56 @@ class Verdict:
             return f"{self.effect:+.2f}"
         low, high = self.interval
         return f"{self.effect:+.2f} [{low:+.2f}, {high:+.2f}]"
+
+    @property
+    def remarks(self) -> list[str]:
+        """What to know beside the verdict.
+
+        The reader could otherwise not tell that the runs are read at another round than the
+        paper's, or the two sides differently; that seeds are still missing, or were added after a
+        look, either of which makes a decision too likely; that the paper's own difference is
+        another.
+        """
+        words = [*self.read_otherwise]
+        if 0 < self.seeds < self.num_asked:
+            words.append(f"after {self.seeds} of {self.num_asked} seeds")
+        if self.on_planned:
+            then = self.on_planned.word
+            word = "more than" if then == self.word else f"{then} with"
+            words.append(f"{word} the planned {self.num_planned} seeds")
+        if self.is_paper_outside:
+            words.append(f"the paper's {self.paper_effect:+.2f} is outside the interval")
+        return words
+
+    @property
+    def is_paper_outside(self) -> bool:
+        """Whether the paper's difference may be compared with ours and is outside the interval."""
+        if not self.can_compare or self.interval is None or self.paper_effect is None:
+            return False
+        low, high = self.interval
+        return not low <= self.paper_effect <= high
+
+    @property
+    def reading(self) -> str:
+        """The verdict in two or three words: `holds, smaller`, `opposite sign, provisional`.
+
+        A claim without a number in the paper is not reproduced: the side is "ahead" or "behind".
+        """
+        if self.word in UNDECIDED:
+            return UNDECIDED[self.word]
+        is_held = self.word == REPRODUCED
+        if self.paper_effect is None:
+            words = ["ahead" if is_held else "behind"]
+        elif self.claim.margin:
+            words = ["holds" if is_held else "does not hold"]
+        else:
+            words = ["holds" if is_held else "opposite sign"]
+            if is_held and self.is_paper_outside:
+                is_smaller = abs(self.effect or 0.0) < abs(self.paper_effect)
+                words.append("smaller" if is_smaller else "larger")
+        if self.seeds < max(MIN_SEEDS, self.num_planned):
+            words.append("provisional")
+        return ", ".join(words)
 
 
 def judge_all(recipe: Recipe, results: Results, options: Options) -> list[Verdict]:
@@ -128,14 +189,31 @@ def judge(
     )
     if reason := incomparable([*left.finished, *right.finished], left.cell.take.is_time):
         return replace(found, basis=f"no verdict on {reason}")
-    if pairs.differences:
-        is_whole = len(pairs.differences) == len(pairs.leads)
-        interval = interval_of(pairs.differences) if is_whole else None
-        found = replace(found, effect=statistics.fmean(pairs.differences), interval=interval)
+    found = with_differences(found, pairs)
     if reason := reason_not_to_judge(claim, left, right):
         return replace(found, basis=f"{reason}; {basis}")
-    found = replace(found, word=decided(claim, pairs))
-    return replace(found, remarks=list(remarks_on(found, left, right, planned, asked)))
+    tuned_on = {side.tuned_on for side in sides.values()}
+    found = replace(
+        found,
+        word=decided(claim, pairs),
+        read_otherwise=list(readings_of(left, right)),
+        num_planned=len({*planned} - tuned_on),
+        num_asked=len({*asked} - tuned_on),
+        can_compare=not (claim.margin or read_elsewhere(left, right) or left.cell.take.is_time),
+    )
+    early = paired(claim, left, right, planned)
+    if 1 < found.num_planned == len(early.leads) < len(pairs.leads):
+        on_planned = replace(with_differences(found, early), word=decided(claim, early))
+        return replace(found, on_planned=on_planned)
+    return found
+
+
+def with_differences(found: Verdict, pairs: Pairs) -> Verdict:
+    """The verdict with the numbers of these pairs: the mean difference and its interval."""
+    effect = statistics.fmean(pairs.differences) if pairs.differences else None
+    is_whole = len(pairs.differences) == len(pairs.leads)
+    interval = interval_of(pairs.differences) if is_whole else None
+    return replace(found, pairs=pairs, effect=effect, interval=interval)
 
 
 def paper_effect_of(left: Cell, right: Cell) -> float | None:
@@ -224,45 +302,26 @@ def reason_not_to_judge(claim: Claim, left: Result, right: Result) -> str:
     return ""
 
 
-def remarks_on(
-    found: Verdict, left: Result, right: Result, planned: Collection[int], asked: Collection[int]
-) -> Iterator[str]:
-    """What to know beside the verdict.
+def read_elsewhere(left: Result, right: Result) -> str:
+    """`at round 200 instead of 500`: where a side is read at another round than the paper's."""
+    for side in (left, right):
+        run, cell = side.runs[0], side.cell
+        if cell.take.how != PER_ROUND and reads_elsewhere(cell, run):
+            return f"at round {last_round_read(cell, run)} instead of {paper_round_read(cell, run)}"
+    return ""
 
-    The reader could otherwise not tell that the runs are read at another round than the paper's, or
-    the two sides differently; that seeds are still missing, or were added after a look, either of
-    which makes a decision too likely; that the paper's own difference is another. The paper's times
-    are of other machines, so they are not compared.
-    """
-    claim, pairs, sides = found.claim, found.pairs, (left, right)
-    rounds = [
-        f"at round {last_round_read(s.cell, s.runs[0])} instead of "
-        f"{paper_round_read(s.cell, s.runs[0])}"
-        for s in sides
-        if s.cell.take.how != PER_ROUND and reads_elsewhere(s.cell, s.runs[0])
-    ]
-    yield from rounds[:1]
+
+def readings_of(left: Result, right: Result) -> Iterator[str]:
+    """How the sides are read otherwise than in the paper, or differently from each other."""
+    if rounds := read_elsewhere(left, right):
+        yield rounds
     reads = [
         s.cell.take.of("accuracy").removesuffix(", in %")
         + (f" at round {s.cell.at}" if s.cell.at else "")
-        for s in sides
+        for s in (left, right)
     ]
-    if pairs.leads and reads[0] != reads[1]:
+    if reads[0] != reads[1]:
         yield f"read differently: {reads[0]} and {reads[1]}"
-    tuned_on = {side.tuned_on for side in sides}
-    num_asked, num_planned = len({*asked} - tuned_on), len({*planned} - tuned_on)
-    if 0 < len(pairs.leads) < num_asked:
-        yield f"after {len(pairs.leads)} of {num_asked} seeds"
-    early = paired(claim, left, right, planned)
-    if 1 < num_planned == len(early.leads) < len(pairs.leads):
-        then = decided(claim, early)
-        word = "more than" if then == found.word else f"{then} with"
-        yield f"{word} the planned {num_planned} seeds"
-    if found.interval and found.paper_effect is not None:
-        low, high = found.interval
-        is_compared = not (claim.margin or rounds or left.cell.take.is_time)
-        if is_compared and not low <= found.paper_effect <= high:
-            yield f"the paper's {found.paper_effect:+.2f} is outside the interval"
 
 
 def basis_of(claim: Claim, left: Result, right: Result, pairs: Pairs) -> Iterator[str]:

@@ -214,6 +214,36 @@ def test_seeds_that_were_added_after_a_look_are_named(more, remark):
     verdict = verdict_on(f"{A_AND_B}claims: [A above B in result]\nseeds: 3\n", a, b, how)
     assert [each.startswith(remark) for each in verdict.remarks] == [True] * bool(more)
     assert (verdict.word == "reproduced") == bool(more)
+    if more:
+        assert verdict.on_planned.word == "inconclusive"
+        assert verdict.on_planned.effect == pytest.approx(1.6667, abs=1e-4)
+        assert verdict.on_planned.interval == pytest.approx((-0.59, 3.92), abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("paper", "a", "b", "claim", "reading"),
+    [  # the difference is 1.83 [1.12, 2.55]; with the first two seeds 2.0 [2.0, 2.0]
+        (2.0, HIGH, LOW, "A above B", "holds"),
+        (4.0, HIGH, LOW, "A above B", "holds, smaller"),
+        (0.5, HIGH, LOW, "A above B", "holds, larger"),
+        (4.0, LOW, HIGH, "A above B", "opposite sign"),
+        (4.0, by_seed(52.0, 49.0, 55.0), LOW, "A above B", "undecided"),
+        (4.0, by_seed(52.0, 53.0), LOW, "A above B", "holds, smaller, provisional"),
+        (None, HIGH, LOW, "A above B", "ahead"),
+        (None, LOW, HIGH, "A above B", "behind"),
+        (0.5, HIGH, LOW, "A within 1 of B", "does not hold"),
+        (0.5, HIGH, LOW, "A within 3 of B", "holds"),
+        (2.0, {}, {}, "A above B", "not tested"),
+    ],
+)
+def test_a_reading_compares_with_the_paper_and_is_provisional_with_two_seeds(
+    paper, a, b, claim, reading
+):
+    text = A_AND_B
+    if paper is not None:
+        text = text.replace("fedavg}", f"fedavg, paper: [{paper}]}}")
+        text = text.replace("moon}", "moon, paper: [0]}")
+    assert verdict_on(f"{text}claims: [{claim} in result]\nseeds: 3\n", a, b).reading == reading
 
 
 @pytest.mark.parametrize(
