@@ -120,7 +120,7 @@ class BoundedPull:
     def __call__(
         self, object_ids: list[str], pull_object_fn: Callable[[str], bytes], **options: Any
     ) -> dict[str, bytes]:
-        """As Flower's; ObjectPullError, which it makes an error reply of, beyond the bound."""
+        """Pull the objects with Flower's function; raise ObjectPullError beyond `max_bytes`."""
         lock, size, max_bytes = threading.Lock(), 0, self.max_bytes
 
         def counted(object_id: str) -> bytes:

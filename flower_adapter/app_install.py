@@ -28,7 +28,7 @@ LIST = ".info/CONTENT"  # in a FAB: its files with their SHA-256
 
 
 def install_whole(fab: bytes, skip_prompt: bool = True) -> Path:
-    """As Flower's; an app that is not as the FAB says is installed again.
+    """Install the FAB, and install it again if a file is not as the FAB says; return its folder.
 
     OSError, with nothing left behind, if that fails.
     """

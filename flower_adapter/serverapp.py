@@ -18,7 +18,7 @@ from flower_adapter.app_install import install_to_run
 
 
 def main() -> None:
-    """As `flwr-serverapp`, with the same options."""
+    """Run `flwr-serverapp` with its options, and wait out a SuperLink that is away."""
     module = sys.modules[run_serverapp.__module__]
     replace(module, "install_from_fab", install_to_run, install_from_fab)
     invoker = make_simple_http_retry_invoker

@@ -163,7 +163,7 @@ def executor_invoker() -> Any:
 
 
 def main() -> None:
-    """As `flower-superexec`, with the same options."""
+    """Run `flower-superexec` with its options, and fork for every message."""
     replace(run_superexec, "get_executor", lambda *_, **__: ForkingExecutor(), get_executor)
     invoker = make_simple_http_retry_invoker
     replace(run_superexec, "make_simple_http_retry_invoker", executor_invoker, invoker)

@@ -83,7 +83,7 @@ class Redelivery:
     def pull_messages(
         self, request: PullMessagesRequest, state: LinkState, store: ObjectStore
     ) -> PullMessagesResponse:
-        """As Flower's, after messages that did not reach this node were made new again."""
+        """Return the node's messages, among them those that were sent before and did not arrive."""
         if isinstance(state, SqlLinkState):
             self.renew(request.node.node_id, state, store)
         return pull_messages(request=request, state=state, store=store)
@@ -117,7 +117,7 @@ def unanswered(node: int, state: SqlLinkState) -> dict[str, int]:
 
 
 def push_own(request: PushMessagesRequest, state: LinkState) -> PushMessagesResponse:
-    """As Flower's, for the node's own replies. ValueError for a message of another node.
+    """Store the node's own replies. ValueError for a message of another node.
 
     Replaces `message_handler.push_messages`. Why: Flower compares the node of a request with its
     key, but stores the message in it under any other node's name.
@@ -144,7 +144,7 @@ class ReplyState:
         return getattr(self._state, name)
 
     def get_message_res(self, message_ids: set[str], run_id: int) -> list[Message]:
-        """As Flower's, and again what was delivered; without replies that are still being sent."""
+        """Return complete replies, also those delivered before; none that is still being sent."""
         is_asked = MessageRes.reply_to_message_id.in_(message_ids)
         with self._state.session() as session:
             rows = session.execute(
@@ -171,7 +171,7 @@ class ReplyState:
 def pull_complete_replies(
     request: PullAppMessagesRequest, state: LinkState, task: Task
 ) -> PullAppMessagesResponse:
-    """As Flower's, through a `ReplyState`.
+    """Return the replies that a `ReplyState` shows.
 
     Replaces `runtime_handlers.pull_messages`. Why: Flower deletes a reply when it answers the
     ServerApp's request, and delivers one whose arrays are still being sent, for which the ServerApp
@@ -184,7 +184,7 @@ def pull_complete_replies(
 def confirm_and_delete(
     request: ConfirmMessageReceivedRequest, state: LinkState, task: Task
 ) -> ConfirmMessageReceivedResponse:
-    """As Flower's, after the reply and its message are deleted, which `ReplyState` has kept.
+    """Delete the reply and its message, which `ReplyState` has kept, and confirm the reply.
 
     Replaces `runtime_handlers.confirm_message_received`, for `pull_complete_replies`.
     """
@@ -198,7 +198,7 @@ def confirm_and_delete(
 
 
 def errors_but_expiry(message: Message, is_reply_message: bool) -> list[str]:
-    """As Flower's `validate_message`; the state then refuses the message if it has expired.
+    """Return the message's errors but its expiry, for which the state then refuses it.
 
     Replaces it in `runtime_handlers`. Why: if messages have expired while the SuperLink was away,
     Flower answers the ServerApp with an error that looks like one of the SuperLink's own, and the
@@ -243,25 +243,25 @@ class PatientLinkState(SqlLinkState):
         super()._check_and_tag_offline_nodes(node_ids)
 
     def get_task_by_token(self, token: str) -> Task | None:
-        """As Flower's."""
+        """Give tasks and nodes their minute, then look the token up."""
         self.renew()
         return super().get_task_by_token(token)
 
     def get_message_ins(
         self, node_id: int, limit: int | None, *, run_id: int | None = None
     ) -> list[Message]:
-        """As Flower's."""
+        """Give tasks and nodes their minute, then return the node's messages."""
         self.renew()
         return super().get_message_ins(node_id, limit, run_id=run_id)
 
     def get_message_res(self, message_ids: set[str], run_id: int) -> list[Message]:
-        """As Flower's."""
+        """Give tasks and nodes their minute, then return the replies."""
         self.renew()
         return super().get_message_res(message_ids, run_id)
 
 
 def main() -> None:
-    """As `flower-superlink`, with the same options."""
+    """Run `flower-superlink` with its options, and with what this file replaces."""
     if vars(fleet_servicer).get("message_handler") is not message_handler:
         sys.exit(f"error: {FlowerChanged('fleet_servicer.message_handler')}")
     replace(message_handler, "pull_messages", Redelivery().pull_messages, pull_messages)

@@ -58,13 +58,13 @@ class AnsweringNodeState(InMemoryNodeState):
     message_id, task_id = "", 0
 
     def create_task(self, *args: Any, **kwargs: Any) -> int | None:
-        """As Flower's; remembers the task's id."""
+        """Create the task and remember its id."""
         task_id = super().create_task(*args, **kwargs)
         self.task_id = task_id or 0
         return task_id
 
     def store_message(self, message: Message) -> str | None:
-        """As Flower's; a new message drops the replies to earlier ones.
+        """Store the message; a new one drops the replies to earlier ones.
 
         Such a reply was never sent because its message was not received completely (it is delivered
         again) or because its run has ended.
@@ -82,7 +82,7 @@ class AnsweringNodeState(InMemoryNodeState):
         is_reply: bool | None = None,
         limit: int | None = None,
     ) -> Sequence[Message]:
-        """As Flower's; no replies before the newest message has its own, complete one.
+        """Return messages, but no reply before the newest message has its own, complete one.
 
         Then other, incomplete ones are dropped: the SuperNode would wait for them forever.
         """
@@ -99,14 +99,14 @@ class AnsweringNodeState(InMemoryNodeState):
         return super().get_messages(run_ids=run_ids, is_reply=is_reply, limit=limit)
 
     def finish_task(self, task_id: int, sub_status: str, details: str) -> bool:
-        """As Flower's; a ClientApp reports success even if it could not send its reply."""
+        """Finish the task; answer its message if the ClientApp, reporting success, sent no reply."""
         finished = super().finish_task(task_id, sub_status, details)
         if finished and task_id == self.task_id:
             self._answer_with_error()
         return finished
 
     def _on_task_tokens_expired(self, tasks: list[Task]) -> None:
-        """As Flower's, but answers only the message of the task that expired."""
+        """Answer only the message of the task that expired."""
         super()._on_task_tokens_expired([t for t in tasks if t.type != TaskType.CLIENT_APP])
         if any(task.task_id == self.task_id for task in tasks):
             self._answer_with_error()
@@ -151,7 +151,7 @@ def longest_wait_s() -> float:
 
 
 def main() -> None:
-    """As `flower-supernode`, with the same options."""
+    """Run `flower-supernode` with its options, and with what this file replaces."""
     poll_s = longest_wait_s()
     short = SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, poll_s)))
     replace(client_loop, "time", short, time)

@@ -89,7 +89,7 @@ class Terminal(logging.Handler):
         self.row("directory", str(directory))
 
     def on_run_start(self, info: Any) -> None:
-        """As `RunObserver`: print the sizes that the plan could not, then begin."""
+        """Print the sizes that the plan could not, then begin."""
         if " test image" not in self.shown.get("data", ""):
             numbers = info.num_train, info.num_test, info.image_shape, info.num_classes
             self.row("images", size_of_data(*numbers))
@@ -102,11 +102,11 @@ class Terminal(logging.Handler):
         self.begin(info.directory, info.last_round)
 
     def on_replies(self, what: str, num_replies: int, num_asked: int) -> None:
-        """As `ReplyObserver`: show how many clients have answered."""
+        """Show how many clients have answered."""
         self.phase(f"{what.removeprefix('the ')}: {num_replies} of {num_of('client', num_asked)}")
 
     def on_round(self, line: Mapping[str, Any]) -> None:
-        """As `RunObserver`: a line, and the time left, from the mean of the rounds so far."""
+        """Print the round's line and the time left, from the mean of the rounds so far."""
         self.last_round, self.num_done = line["round"], self.num_done + 1
         elapsed_s = time.monotonic() - self.begun
         left = duration(elapsed_s / self.num_done * (self.num_rounds - self.last_round)) + " left"
@@ -116,7 +116,7 @@ class Terminal(logging.Handler):
         self.print(round_line(line, self.num_rounds, shown))
 
     def on_run_end(self, summary: Mapping[str, Any]) -> None:
-        """As `RunObserver`: store the summary for `finished`."""
+        """Store the summary for `finished`."""
         self.summary = summary
 
     def finished(self) -> None:

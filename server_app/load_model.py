@@ -126,7 +126,7 @@ def check_rounds(run: RunReader) -> None:
 
 
 def read_model(run: RunReader, client: str = "") -> TrainedModel:
-    """As `load_model`, whichever round the model is of. ValueError if it cannot be read.
+    """Read the run's model, of whichever round. ValueError if it cannot be read.
 
     NoPersonalModel if the client has none.
     """

@@ -234,7 +234,7 @@ def test_a_server_that_lost_its_place_is_refused_and_destroys_nothing(state):
 @pytest.mark.parametrize("other", ["second", ""])
 @pytest.mark.parametrize("asked", [1, 30])
 def test_another_run_of_the_same_name_is_refused_and_destroys_nothing(tmp_path, other, asked):
-    """As after the run directory was lost; "": a hostile server that guesses the name."""
+    """The run directory was lost; "": a hostile server guesses the name."""
 
     def of(run_id):
         return StateFolder(tmp_path / "a", max_rounds_ahead(50), run_id=run_id)

@@ -90,7 +90,7 @@ def test_the_minimum_python_is_the_same_everywhere():
 
 @pytest.mark.parametrize("file", ["data.py", "models/__init__.py"])
 def test_a_users_file_that_hides_a_package_is_named(file, tmp_path):
-    """As it lies beside a script or notebook, so that `import data` finds it before Keel's."""
+    """It lies beside a script or notebook, so that `import data` finds it before Keel's."""
     hiding = tmp_path / file
     hiding.parent.mkdir(exist_ok=True)
     hiding.touch()

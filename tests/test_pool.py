@@ -86,7 +86,7 @@ def test_a_lost_worker_ends_the_run_which_resumes_to_the_same_bits(tmp_path, no_
 
 
 class Simulation(InlineGrid):
-    """As Flower's grid of a simulation: a node is a worker, which answers each message at once."""
+    """Flower's grid of a simulation: a node is a worker, which answers each message at once."""
 
     def __init__(self, num):
         super().__init__([{"partition-id": i, "num-partitions": num} for i in range(num)])

@@ -10,7 +10,7 @@ from keel.tables import Row, show, show_one
 from protocol.config import keel_home, resolve_config
 from protocol.models import size_in
 
-SAME_KEY = "As the config key of this name."
+SAME_KEY = "The config key of this name."
 # Files in data-dir that a download creates or the user provides.
 DATA_FILES = {
     "fashion-mnist": ("fashion-mnist", "FashionMNIST/raw"),

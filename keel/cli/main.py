@@ -96,7 +96,7 @@ class LazyGroup(TyperGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As Click's, with the real command in place of its stub."""
+        """Resolve the command, and load it in place of its stub."""
         name, _, rest = super().resolve_command(ctx, args)
         assert name is not None
         return name, load(name), rest

@@ -172,7 +172,7 @@ def is_intact(version: Path) -> bool:
 
 
 class Replayed(Exception):
-    """As many rounds are replayed as were asked for."""
+    """The requested number of rounds has been replayed."""
 
 
 class Replay(RunObserver):

@@ -178,7 +178,7 @@ def test_a_group_without_a_command_shows_its_help_alone(name, capsys):
     ],
 )
 def test_an_empty_path_or_run_is_refused(words, name, refusal):
-    """As of a shell's variable that is not set: it would be the directory, or the newest run."""
+    """A shell's variable that is not set would be the directory, or the newest run."""
     assert name in refusal(*words)
 
 

@@ -41,7 +41,7 @@ def test_a_full_disk_and_a_folder_that_may_not_be_written(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("has_driver", [True, False])
 def test_a_gpu_that_torch_does_not_find_is_explained(has_driver, monkeypatch):
-    """As if torch were built without CUDA, or for a newer driver."""
+    """Torch is built without CUDA, or for a newer driver."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.version, "cuda", None)

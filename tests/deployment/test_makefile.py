@@ -115,7 +115,7 @@ def test_end_server_keeps_the_volumes(make):
 
 @pytest.mark.parametrize("target", ["deploy-client", "deploy-server"])
 def test_what_is_missing_is_named_before_docker_makes_a_directory_of_it(make, tmp_path, target):
-    """As root, in place of a secret, too: the credentials could then not be copied there."""
+    """Root makes one in place of a secret, too; credentials could then not be copied there."""
     for data in ("images", "./docker", "/nowhere/images"):
         status, [line] = make(target, **client | {"KEEL_DATA": data})
         assert status

@@ -205,7 +205,7 @@ def test_answered_messages_are_deleted(node):
 
 
 def test_a_supernode_that_gave_up_ends_although_a_thread_of_it_goes_on():
-    """As after the server's certificate has expired: only a new process connects again."""
+    """The server's certificate has expired: only a new process connects again."""
     program = (
         "import threading\n"
         "import flower_adapter.supernode\n"

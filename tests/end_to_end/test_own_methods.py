@@ -28,7 +28,7 @@ class Damped(keel.ServerHalf):
 
 @dataclass(frozen=True)
 class Slow(FedPull):
-    """As FedPull, half a step at a time."""
+    """FedPull whose server takes half a step."""
 
     server_half: ClassVar[type] = Damped
 '''

@@ -44,7 +44,7 @@ def test_projection_heads_stay_as_received_at_a_first_participation_alone(keys):
 
 
 def test_fedintrs_projection_heads_decay_at_a_first_participation_if_asked():
-    """As in the authors' code: in each step m <- rho m + decay q, then q <- q - lr m."""
+    """The authors' code: in each step m <- rho m + decay q, then q <- q - lr m."""
     keys = {"momentum": 0.5, "weight_decay": 0.1, "lr": 0.05, "batch_size": 10, "local_epochs": 2}
     config = make_config(method="fedintr", fedintr__decay_heads=True, **keys)
     w = initial(config, seed=5)
