@@ -99,7 +99,7 @@ class AnsweringNodeState(InMemoryNodeState):
         return super().get_messages(run_ids=run_ids, is_reply=is_reply, limit=limit)
 
     def finish_task(self, task_id: int, sub_status: str, details: str) -> bool:
-        """Finish the task; answer its message if the ClientApp, reporting success, sent no reply."""
+        """Finish the task; answer its message if a ClientApp that reports success sent no reply."""
         finished = super().finish_task(task_id, sub_status, details)
         if finished and task_id == self.task_id:
             self._answer_with_error()

@@ -22,7 +22,9 @@ def credentials(
         list[str] | None,
         typer.Option(help="For a trial: name of a client; repeat it, or use commas."),
     ] = None,
-    folder: Annotated[Path, typer.Option(help="Directory to write them to.")] = Path("credentials"),
+    folder: Annotated[
+        Path, typer.Option("--credentials", help="Directory to write them to.")
+    ] = Path("credentials"),
     days: Annotated[
         int,
         typer.Option(min=1, max=36500, help="Days for which the server's certificate is valid."),
@@ -52,7 +54,9 @@ def credentials(
 @app.command()
 def key(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The site's name as a client.")],
-    folder: Annotated[Path, typer.Option(help="Its parent directory.")] = Path("credentials"),
+    folder: Annotated[
+        Path, typer.Option("--credentials", help="Directory to write its own directory to.")
+    ] = Path("credentials"),
 ) -> None:
     """At a site: make its key, which never leaves it, and the request to be registered.
 
@@ -99,7 +103,8 @@ def loopback(
         float, typer.Option(help="Time limit of the whole run, in seconds.")
     ] = 3600.0,
     folder: Annotated[
-        Path | None, typer.Option(help="Directory for logs and client state.", show_default=False)
+        Path | None,
+        typer.Option("--output", help="Directory for logs and client state.", show_default=False),
     ] = None,
 ) -> None:
     """Deploy on this machine without containers, run once, and stop all processes.

@@ -18,7 +18,7 @@ def diagnose(
     only: Annotated[str, typer.Option(help="Comma-separated names of measures, or all.")] = "all",
     samples: Annotated[int, typer.Option(help="Size of the probe, from the test set.")] = 2000,
     output: Annotated[
-        Path | None, typer.Option(help="New directory; default RUN/diagnostics-models.")
+        Path | None, typer.Option(help="New directory. Default: RUN/diagnostics-models.")
     ] = None,
 ) -> None:
     """Measure the representations of a run's models.

@@ -41,13 +41,13 @@ def client(
     credentials: Credentials = None,
     fleet: Fleet = "",
     source: Annotated[
-        str, typer.Option(help="folder:PATH or npz:PATH; default: $KEEL_SOURCE.")
+        str, typer.Option(help="folder:PATH or npz:PATH. Default: $KEEL_SOURCE.")
     ] = "",
     classes: Annotated[str, typer.Option(help="The run's classes, separated by commas.")] = "",
     model: Annotated[str, typer.Option(help="The run's model, for the image size.")] = "",
     device: Annotated[str, typer.Option(help="Default: $KEEL_DEVICE, else auto.")] = "",
     worker: Annotated[
-        Path | None, typer.Option(help="The worker's socket; default: $KEEL_WORKER.")
+        Path | None, typer.Option(help="The worker's socket. Default: $KEEL_WORKER.")
     ] = None,
     inside: Inside = False,
     code: Code = "",

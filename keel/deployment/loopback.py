@@ -260,7 +260,7 @@ def locked(path: Path, refusal: str) -> Iterator[None]:
 
 def state_hint(root: Path | None) -> str:
     """What a run needs to be continued, besides its directory. root: as for `deploy_and_run`."""
-    return " and the same --folder" if root else "; a stateful method needs --folder for this"
+    return " and the same --output" if root else "; a stateful method needs --output for this"
 
 
 def deploy_and_run(
@@ -282,7 +282,7 @@ def deploy_and_run(
             root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="keel-")))
         root.mkdir(parents=True, exist_ok=True)
         refusal = (
-            f"--folder {root}: another deployment is running there: wait for it or stop it, or "
+            f"--output {root}: another deployment is running there: wait for it or stop it, or "
             "choose another folder"
         )
         stack.enter_context(locked(root / LOCK_FILE, refusal))

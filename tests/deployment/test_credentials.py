@@ -166,7 +166,7 @@ def test_private_files_are_ignored_by_git():
 def test_renewing_replaces_the_server_s_certificate_and_no_key(tmp_path, tls_server):
     make_credentials(tmp_path, ["fl.example.org"], ["site-a"], days=20)
     before, old = digests(tmp_path), load_certificate(tmp_path / "server/server.pem")
-    words = ["credentials", "--folder", str(tmp_path), "--renew", "--days", "30"]
+    words = ["credentials", "--credentials", str(tmp_path), "--renew", "--days", "30"]
     result = CliRunner().invoke(app, [*words, "--name", "10.0.0.1"])
     assert result.exit_code == 0, result.output
     after, new = digests(tmp_path), load_certificate(tmp_path / "server/server.pem")
@@ -227,7 +227,7 @@ def test_an_authority_that_ends_is_replaced_as_documented(tmp_path):
     before, keys = (folder / "ca/ca.pem").read_bytes(), digests(folder)
     bin_dir = Path(sys.executable).parent
     env = os.environ | {"PATH": f"{bin_dir}{os.pathsep}{os.environ['PATH']}"}
-    command = ["sh", "-ec", documented_commands("--folder new")]
+    command = ["sh", "-ec", documented_commands("--credentials new")]
     subprocess.run(command, cwd=tmp_path, env=env, check=True, timeout=100)
     new = (folder / "ca/ca.pem").read_bytes()
     assert new != before

@@ -17,7 +17,7 @@ from keel.deployment.superlink import free_ports
 
 
 def test_a_site_makes_a_key_and_a_request_with_its_public_half(tmp_path):
-    result = CliRunner().invoke(app, ["key", "site-a", "--folder", str(tmp_path)])
+    result = CliRunner().invoke(app, ["key", "site-a", "--credentials", str(tmp_path)])
     assert result.exit_code == 0, result.output
     folder = tmp_path / "site-a"
     files = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
@@ -31,7 +31,7 @@ def test_a_site_makes_a_key_and_a_request_with_its_public_half(tmp_path):
     private = load_ssh_private_key((folder / "client.key").read_bytes(), None)
     assert private.curve.name == "secp384r1"  # which Flower asks for
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    assert CliRunner().invoke(app, ["key", "site-a", "--folder", str(tmp_path)]).exit_code == 0
+    assert CliRunner().invoke(app, ["key", "site-a", "--credentials", str(tmp_path)]).exit_code == 0
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 

@@ -89,7 +89,7 @@ def test_a_killed_deployment_leaves_no_process_that_it_started(tmp_path):
 def test_a_folder_takes_one_deployment_at_a_time(tmp_path):
     with (
         locked(tmp_path / LOCK_FILE, ""),
-        pytest.raises(ValueError, match=rf"--folder {tmp_path}"),
+        pytest.raises(ValueError, match=rf"--output {tmp_path}"),
     ):
         deploy_and_run(app_folder, {}, 2, tmp_path, 9)
 

@@ -293,7 +293,7 @@ def test_a_site_s_own_key_connects_once_its_request_is_registered_and_stays_ther
 ):
     """From the request alone; an unregistered key is refused, here by the doctor's question."""
     name, site = "site-a", tmp_path / "site-a"
-    assert main(["deploy", "key", name, "--folder", str(tmp_path)]) == 0
+    assert main(["deploy", "key", name, "--credentials", str(tmp_path)]) == 0
     fingerprint = capfd.readouterr().out.split()[-1]
     shutil.copy(deployed.credentials / "server" / "ca.pem", site)
     server = tmp_path / "mail"  # what the operator has of the site

@@ -114,7 +114,7 @@ def deployment(sizes: Sizes) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="keel-bench-") as folder, marked() as (_, environment):
         command = [sys.executable, "-m", "keel", "deploy", "loopback", "--clients", "2"]
         keys |= {"output-dir": f"{folder}/runs", "run-name": "bench"}
-        command += ["--folder", folder, *(f"{key}={value}" for key, value in keys.items())]
+        command += ["--output", folder, *(f"{key}={value}" for key, value in keys.items())]
         subprocess.run(
             command, env=environment, cwd=ROOT, timeout=LIMIT_S, check=True, capture_output=True
         )
