@@ -13,6 +13,7 @@ import pytest
 from own_fixtures import PULL, cell
 
 from client_app.methods import method_of
+from keel.cli.main import main
 from keel.deployment.superlink import flower_keys
 from keel.engine import prepare
 from keel.job import Engine, EngineOptions
@@ -219,11 +220,13 @@ def test_a_run_keeps_its_own_code_and_refuses_a_changed_copy(tmp_path, mine):
         own_code.read(tmp_path, digests)
 
 
-def test_a_deployment_and_flwr_run_take_modules_alone(mine, tmp_path, monkeypatch):
+def test_a_deployment_and_flwr_run_take_modules_alone(mine, tmp_path, monkeypatch, capsys):
     own_fixtures.module(tmp_path, monkeypatch)
     remote = EngineOptions(Engine.deployment, federation="127.0.0.1:1")
     with pytest.raises(ValueError, match="installed at each of its sites"):
         prepare({"method": f"{mine}:FedPull"}, remote)
+    assert main(["deploy", "loopback", f"method={mine}:FedPull"]) == 2
+    assert "installed at each of its sites" in capsys.readouterr().err
     keys = {"method": "own_package:FedPull", "fedpull.mu": 2.0, "lr": 0.1}
     job = prepare(keys, remote)
     sent = flower_keys(job.overrides)

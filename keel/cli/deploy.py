@@ -120,11 +120,14 @@ def loopback(
     from keel.interrupts import INTERRUPTED_CODE, interruptible
     from keel.run_checks import check_simulated, checked_config
     from protocol.config import keel_home
+    from protocol.own_code import check_on_all_machines
 
     keys = parse_overrides(overrides or [])
     if "resume" not in keys:  # such a run stays where it is
         keys.setdefault("output-dir", str(keel_home() / "runs"))
-    check_simulated(checked_config(keys), clients)  # a mistake shows here rather than in a log
+    config = checked_config(keys)  # a mistake shows here rather than in a log
+    check_simulated(config, clients)
+    check_on_all_machines(config.own)
     ended = (
         "stopped, with all processes; if `keel list` shows the run, resume=DIRECTORY continues it"
         f"{state_hint(folder)}"
