@@ -10,7 +10,9 @@ import pytest
 
 from keel.experiments.jobs import job_name, load_job
 from tests.tools.run_directories import make_table
-from tools.results_page import archive, evidence_in, unpacked, write_page
+from tools.archived_runs import archive, unpacked
+from tools.headlines import evidence_in
+from tools.results_page import write_page
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -65,7 +67,7 @@ def test_page_table_and_curves_of_this_repository_are_those_of_its_archive(tmp_p
     committed = [RESULTS / "papers.md", ROOT / "README.md", *sorted(RESULTS.glob("curves/*.svg"))]
     assert [path.name for path in written] == [path.name for path in committed]
     for ours, theirs in zip(written, committed, strict=True):
-        assert ours.read_text() == theirs.read_text(), f"{theirs}: tools/results_page.py page"
+        assert ours.read_text() == theirs.read_text(), f"{theirs}: see tools/results_page.py"
     for text in (page.read_text(), readme.read_text()):
         assert not re.search(r"/(tmp|root|home|work|data/[0-9a-f]{6})/", text)
 
