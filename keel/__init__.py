@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from client_app.trainer import fit
     from data.arrays import Arrays
     from keel.api import Run, __version__, load_model, load_run, run
+    from keel.results import compare, load_sweep, runs
     from models.cut import staged
     from protocol.options import (
         any_text,
@@ -45,6 +46,7 @@ PLACES = {
         *("any_text", "at_least", "between", "duration", "matching", "more_than", "one_of"),
         *("option", "true_or_false"),
     ),
+    "keel.results": ("compare", "load_sweep", "runs"),
     "data.arrays": ("Arrays",),
     "strategies.average": ("Average as ServerHalf",),
 }
@@ -68,16 +70,19 @@ __all__ = [
     "any_text",
     "at_least",
     "between",
+    "compare",
     "duration",
     "fit",
     "fit_part",
     "load_model",
     "load_run",
+    "load_sweep",
     "matching",
     "more_than",
     "one_of",
     "option",
     "run",
+    "runs",
     "staged",
     "true_or_false",
 ]

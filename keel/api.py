@@ -11,7 +11,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keel.runs import SavedRun, find_run
+from keel.saved_runs import SavedRun, find_run
 from protocol.code import is_installed
 from protocol.config import default_config, keel_version
 from protocol.options import CommandOptionError, ConfigError, OptionValue

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from keel.runs import SavedRun
+from keel.saved_runs import SavedRun
 from protocol.options import did_you_mean
 
 

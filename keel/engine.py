@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from keel.interrupts import uninterrupted
 from keel.job import Engine, EngineOptions, Job
 from keel.run_checks import check_new_directory, check_simulated, checked_config
-from keel.runs import SavedRun, find_run
+from keel.saved_runs import SavedRun, find_run
 from protocol.code import line_in_method
 from protocol.config import RunConfig
 from protocol.options import CommandOptionError, ConfigError, OptionValue

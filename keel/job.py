@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from keel.runs import SavedRun
+from keel.saved_runs import SavedRun
 from protocol.config import RunConfig
 from protocol.options import CommandOptionError, OptionValue, type_names
 from protocol.processes import num_cores

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from keel.runs import SavedRun, setting_of
+from keel.saved_runs import SavedRun, setting_of
 from protocol.options import typed
 from server_app.history import CURVES, curve
 from server_app.plots import accuracy_figure, scores_of

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from keel.runs import SavedRun
+from keel.saved_runs import SavedRun
 from protocol.text import num_of, size_of_data
 from server_app.history import CURVES, duration, score_curves, value_in
 

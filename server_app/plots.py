@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -67,6 +68,46 @@ def scores_of(history: Sequence[Line]) -> dict[str, Curves]:
     for key, name, _ in score_curves(history):
         found.setdefault(name, []).append((WHOSE[key], curve(history, key, name)))
     return dict(found)
+
+
+@dataclass(frozen=True)
+class Band:
+    """A group's curve by round: the mean over its runs, and what is drawn around it."""
+
+    label: str
+    x: Sequence[int]
+    mean: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+
+
+def band_figure(panels: Mapping[str, Sequence[Band]]) -> Figure:
+    """A panel for each kind of score, with a line and a band for each label, the legend beside it.
+
+    Accuracies are drawn in percent. A label has the same colour in all panels.
+    """
+    figure = Figure(figsize=(9, max(4.2, 3.5 * len(panels))), layout="constrained")
+    rows = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+    labels = list(dict.fromkeys(line.label for lines in panels.values() for line in lines))
+    colors = list(TABLEAU_COLORS.values())
+    for axes, (kind, lines) in zip(rows, panels.items(), strict=True):
+        factor, unit = (100, " (%)") if kind == "accuracy" else (1, "")
+        for line in lines:
+            place = labels.index(line.label)
+            color, dash = colors[place % len(colors)], DASHES[place // len(colors) % len(DASHES)]
+            mean, low, high = (
+                [factor * v for v in part] for part in (line.mean, line.low, line.high)
+            )
+            axes.plot(line.x, mean, color=color, linestyle=dash, label=f" {printable(line.label)}")
+            axes.fill_between(line.x, low, high, color=color, alpha=0.2, linewidth=0)
+        axes.set(ylabel=printable(kind) + unit)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        legend = axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+        for entry in legend.get_texts():
+            entry.set_parse_math(False)  # "$" is a character
+    rows[-1].set(xlabel="round")
+    return figure
 
 
 def legend_of(axes: Axes) -> Legend:

@@ -128,7 +128,13 @@ def test_only_flower_adapter_imports_what_flower_does_not_export():
 @pytest.mark.end_to_end
 def test_config_and_command_line_are_imported_without_torch():
     commands = {f"keel.cli.{module}" for module, *_ in COMMANDS.values()}
-    light = ["keel.cli.main", "keel.runs", "data.partitions", "data.sources", *sorted(commands)]
+    light = [
+        "keel.cli.main",
+        "keel.saved_runs",
+        "data.partitions",
+        "data.sources",
+        *sorted(commands),
+    ]
     light += [name for name in MODULES if name.startswith("protocol") and name not in WITH_TORCH]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *light],

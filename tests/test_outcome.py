@@ -11,7 +11,7 @@ from method_fixtures import METHODS
 from run_fixtures import summary_of
 
 from keel.cli.status import status_lines
-from keel.runs import SavedRun
+from keel.saved_runs import SavedRun
 from keel.views import run_page
 from keel.views.store import ShownRun
 from protocol.config import resolve_config

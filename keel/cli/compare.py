@@ -11,7 +11,7 @@ from rich.text import Text
 
 from keel.cli.list_runs import percent, state_text
 from keel.exports import csv_text
-from keel.runs import DATA_DIGEST, SITE_COUNTS, SavedRun, differing_keys, find_run, setting_of
+from keel.saved_runs import DATA_DIGEST, SITE_COUNTS, SavedRun, differing_keys, find_run, setting_of
 from keel.tables import print_table
 from protocol.config import keel_home
 from protocol.files import digest, private_files, write_output
@@ -34,6 +34,15 @@ def compare(
             help="The plot. Default: a file in $KEEL_HOME/comparisons, named after the runs.",
         ),
     ] = None,
+    by: Annotated[
+        list[str] | None,
+        typer.Option(help="Plot means of runs with equal values of this key. Default: method."),
+    ] = None,
+    of: Annotated[
+        list[str] | None,
+        typer.Option(help="Plot this curve, such as personal.mean or global.macro-f1."),
+    ] = None,
+    band: Annotated[str, typer.Option(help="Around a mean: std, range or none.")] = "",
 ) -> None:
     """Compare runs: accuracy, time, the config keys that differ, and their curves in one plot.
 
@@ -76,7 +85,11 @@ def compare(
     with nullcontext() if plot else private_files():
         path.parent.mkdir(parents=True, exist_ok=True)
         picture = io.BytesIO()
-        figure = figure_of(found, keys)
+        figure = figure_of(found, keys) if not (by or of or band) else None
+        if figure is None:
+            from keel.results import compare as curves_of
+
+            figure = curves_of(found, by or ["method"], of or "", band or "std")
         try:
             figure.savefig(picture, dpi=150, format=path.suffix[1:])
         except ValueError as error:  # an unknown format

@@ -4,7 +4,7 @@ from keel.cli.compare import compare
 from keel.engine import run as run_on_engine
 from keel.interrupts import interruptible
 from keel.job import EngineOptions
-from keel.runs import SavedRun
+from keel.saved_runs import SavedRun
 from protocol.config import keel_home
 from protocol.options import OptionValue
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from keel.cli.overrides import parse_overrides
 from keel.experiments.scale import SCALES
 from keel.interrupts import uninterrupted
-from keel.runs import find_run
+from keel.saved_runs import find_run
 from protocol.config import keel_home, refuse_unknown
 from protocol.files import full_path
 from protocol.options import OptionValue

@@ -10,7 +10,7 @@ import typer
 from keel.cli.arguments import ClientOption, RunArgument
 from keel.exports import csv_text
 from keel.interrupts import uninterrupted
-from keel.runs import SavedRun, find_run
+from keel.saved_runs import SavedRun, find_run
 from protocol.files import write_output
 from protocol.text import num_of
 

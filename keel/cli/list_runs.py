@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from keel.cli.arguments import JsonOption
-from keel.runs import COLOURS, SavedRun, all_runs, runs_directory
+from keel.saved_runs import COLOURS, SavedRun, all_runs, runs_directory
 from keel.tables import print_table
 from protocol.text import in_one_line, num_of
 from server_app.history import duration

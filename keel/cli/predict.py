@@ -8,7 +8,7 @@ import typer
 
 from keel.cli.arguments import ClientOption, JsonOption, RunArgument
 from keel.interrupts import uninterrupted
-from keel.runs import find_run
+from keel.saved_runs import find_run
 from protocol.text import printable
 
 

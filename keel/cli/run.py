@@ -11,7 +11,7 @@ from keel.cli.overrides import parse_overrides
 from keel.engine import run as run_on_engine
 from keel.interrupts import INTERRUPTED_CODE, interruptible
 from keel.job import Engine, EngineOptions
-from keel.runs import FINISHED, all_runs, find_run, only_run
+from keel.saved_runs import FINISHED, all_runs, find_run, only_run
 from protocol.options import OptionValue
 from server_app.run_reader import CONFIG_FILE
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from keel.cli.arguments import JsonOption, OptionalRun
 from keel.cli.list_runs import percent, row_of
 from keel.progress import SHORT, round_line
-from keel.runs import COLOURS, FINISHED, RUNNING, SavedRun, find_run
+from keel.saved_runs import COLOURS, FINISHED, RUNNING, SavedRun, find_run
 from keel.tables import terminal_console
 from protocol.text import printable
 from server_app.history import CURVES, curve, duration, privacy_text, score_curves, value_in

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from keel.cli.arguments import OptionalRun
-from keel.runs import SavedRun, all_runs, find_run, holders, only_run
+from keel.saved_runs import SavedRun, all_runs, find_run, holders, only_run
 from server_app.run_reader import LOCK_FILE
 
 STOP_TIMEOUT_S = 90.0

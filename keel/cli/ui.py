@@ -43,7 +43,7 @@ def ui(
     link; if 8777 is taken there, use `ssh -L PORT:127.0.0.1:8777 HOST` and replace the port in the
     link.
     """
-    from keel.runs import runs_directory
+    from keel.saved_runs import runs_directory
 
     roots = [path.expanduser() for path in directories or [runs_directory()]]
     for root in roots:

@@ -37,7 +37,7 @@ from keel.experiments.runs import (
     history_in,
 )
 from keel.experiments.tasks import BUSY, GRACE_S, KILLED, Resources, digest_of_data, ray_tasks
-from keel.runs import is_locked
+from keel.saved_runs import is_locked
 from protocol.code import code_version
 from protocol.text import in_one_line, num_of
 from server_app.history import duration

@@ -18,7 +18,7 @@ from keel.experiments.runs import (
     precision_of,
     run_of,
 )
-from keel.runs import short_source, split_text
+from keel.saved_runs import short_source, split_text
 from protocol.config import default_config, resolve_config
 from protocol.options import typed
 from protocol.text import num_of

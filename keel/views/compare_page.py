@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from keel.exports import csv_text, latex, latex_table
-from keel.runs import (
+from keel.saved_runs import (
     DATA_DIGEST,
     FINISHED,
     SITE_COUNTS,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from keel.runs import RUNNING, method_text, split_text, uses
+from keel.saved_runs import RUNNING, method_text, split_text, uses
 from keel.views.charts import (
     Curve,
     Figure,

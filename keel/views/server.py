@@ -15,7 +15,7 @@ from markupsafe import Markup
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp
 
-from keel.runs import FINISHED, INTERRUPTED, RUNNING
+from keel.saved_runs import FINISHED, INTERRUPTED, RUNNING
 from keel.views import compare_page, run_page
 from keel.views.charts import static_file
 from keel.views.compare_page import view_of

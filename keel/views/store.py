@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from keel.runs import SavedRun, is_locked, method_text, setting_of, split_text
+from keel.saved_runs import SavedRun, is_locked, method_text, setting_of, split_text
 from protocol.files import digest
 from protocol.text import in_one_line
 from server_app.history import curve

@@ -11,7 +11,7 @@ from keel.cli.status import status_lines
 from keel.deployment.superlink import check_connection
 from keel.engine import NOT_RESUMED, NOT_STARTED
 from keel.interrupts import INTERRUPTED_CODE
-from keel.runs import SavedRun
+from keel.saved_runs import SavedRun
 from server_app.run_reader import LAYOUT
 
 SMALL = ["model=cnn-fedreco", "lr=0.05", "alpha=5", "num-rounds=3"]

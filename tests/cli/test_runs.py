@@ -21,7 +21,7 @@ from keel.cli.main import main
 from keel.cli.status import status_lines
 from keel.cli.stop import is_flower
 from keel.plots import labels_of
-from keel.runs import (
+from keel.saved_runs import (
     SavedRun,
     all_runs,
     differing_keys,

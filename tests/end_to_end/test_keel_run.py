@@ -25,7 +25,7 @@ import server_app.run_directory
 from keel.cli.main import main
 from keel.experiments.verify import unfinished
 from keel.interrupts import ENDED, STOPPING
-from keel.runs import SavedRun
+from keel.saved_runs import SavedRun
 from protocol.processes import num_cores
 from server_app.pool import InlineWorkers
 from server_app.run_reader import RunReader

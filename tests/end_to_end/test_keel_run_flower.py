@@ -9,7 +9,7 @@ from cluster_fixtures import assert_only_who_has_the_token_joins
 from deployment_fixtures import refusing_proxy
 from run_fixtures import SMALL, assert_same_run, keel_run, summary_of, wait_until
 
-from keel.runs import SavedRun
+from keel.saved_runs import SavedRun
 from protocol.ray_nodes import Node
 from server_app.inline import run_inline
 from server_app.run_reader import RunReader

@@ -12,7 +12,7 @@ from tools.processes import descendants
 import keel.deployment.loopback
 from keel.cli.main import main
 from keel.deployment.loopback import LocalProcess, deploy_and_run, locked, restarting
-from keel.runs import LOCK_FILE
+from keel.saved_runs import LOCK_FILE
 from protocol.config import app_folder
 
 sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]

@@ -55,7 +55,7 @@ from keel.deployment.loopback import (
 )
 from keel.deployment.register import register
 from keel.deployment.superlink import connection, run_config
-from keel.runs import SavedRun
+from keel.saved_runs import SavedRun
 from protocol.code import code_digest
 from protocol.config import app_folder
 from server_app.inline import run_inline

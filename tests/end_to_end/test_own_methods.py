@@ -11,7 +11,7 @@ from run_fixtures import SMALL, assert_same_run, final_model, same_bits
 
 import keel
 from keel.cli.main import main
-from keel.runs import OWN_CODE, differing_keys, setting_of
+from keel.saved_runs import OWN_CODE, differing_keys, setting_of
 from protocol.code import code_version
 from server_app.run_reader import RunReader
 

@@ -15,7 +15,7 @@ from run_fixtures import final_model, history_of, same_bits, summary_of, wait_un
 from keel.cli.main import main as keel
 from keel.experiments import runner
 from keel.experiments.report import write_report
-from keel.runs import holders, is_locked
+from keel.saved_runs import holders, is_locked
 from server_app.inline import run_inline
 
 pytestmark = pytest.mark.timeout(900)
