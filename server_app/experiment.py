@@ -1,6 +1,5 @@
 """What a run trains: config, data, network, method and server half, each built and checked once."""
 
-import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +24,6 @@ from server_app.pool import Pool
 from server_app.roster import Clients, clients_of, roster_warnings
 from strategies import Average, strategy_for
 
-log = logging.getLogger("keel.server")
 
 
 @dataclass(frozen=True)
@@ -49,11 +47,6 @@ def build_experiment(config: RunConfig) -> Experiment:
     method = method_of(config)
     source = open_source(config)  # decoded here, before any client opens it
     model = checked_model(config, source)
-    if model.left_out:
-        log.warning(
-            "weights: the head of the file has another shape than that of %d classes: left out",
-            model.num_classes,
-        )
     check_batch_norm(config, method, has_running_statistics(model))
     score_functions(config)  # raises for own code that is no function
     method.check_model(model)  # raises for layers that this network does not have
@@ -104,5 +97,10 @@ def admit_clients(experiment: Experiment, pool: Pool) -> tuple[Clients, list[str
     strategy.roster = pool.roster
     strategy.partition_sizes = clients.sizes
     warnings = roster_warnings(config, clients)
+    if experiment.model.left_out:
+        warnings.append(
+            f"weights: {config.model.weights} has a head of another width than the classes: it is "
+            "left out, and the head begins at random"
+        )
     config.rounds.check_cohort(len(strategy.cohort.sample(1)))
     return clients, warnings
