@@ -83,7 +83,7 @@ class Run:
         return found
 
     def model(self, client: str = "") -> "TrainedModel":
-        """The final global model, or the personal model of a client such as "client-0000"."""
+        """The final global model, or the personal model of a client, as `load_model` has it."""
         return load_model(self.directory, client)
 
     def client_data(self, client: str) -> "ClientData":
@@ -170,9 +170,18 @@ def run(
 
 
 def load_run(run: str | Path | Run = "") -> Run:
-    """The run of this path, name, or beginning of a name, or a Run, read again.
+    """Read a run directory.
 
-    "" is the one that changed last. ValueError, one line, if there is no such run.
+    Parameters
+    ----------
+    run
+        Path, name, or beginning of a name; a Run, which is read again; "": the run that changed
+        last.
+
+    Raises
+    ------
+    ValueError
+        One line, if there is no such run.
     """
     return Run(find_run(run.directory if isinstance(run, Run) else run).directory)
 
@@ -180,9 +189,23 @@ def load_run(run: str | Path | Run = "") -> Run:
 def load_model(run: "str | Path | Run", client: str = "") -> "TrainedModel":
     """A run's final global model, or the personal model of one of its clients.
 
-    ``model.predict(images)`` takes uint8 images [N, H, W], [N, H, W, C] or [N, C, H, W] of any size
-    and returns class names. ValueError, one line, if the run has no such model or no
-    finished round.
+    Parameters
+    ----------
+    run
+        As for `load_run`.
+    client
+        Name of a client, such as ``"client-0000"``, for its personal model. "": the global model.
+
+    Returns
+    -------
+    TrainedModel
+        ``model.predict(images)`` takes uint8 images [N, H, W], [N, H, W, C] or [N, C, H, W] of any
+        size and returns class names.
+
+    Raises
+    ------
+    ValueError
+        One line, if the run has no such model or no finished round.
     """
     from server_app.load_model import load_model as load
 
