@@ -86,6 +86,22 @@ class Run:
         """The final global model, or the personal model of a client, as `load_model` has it."""
         return load_model(self.directory, client)
 
+    def confusion(self, which: str = "last") -> Any:
+        """The global model's confusion matrix on the test set, of the "last" or the "best" round.
+
+        A pandas DataFrame: a row for each label, a column for each predicted class.
+        """
+        import pandas
+
+        found = self._saved.confusion(which) if which in ("last", "best") else None
+        if found is None:
+            raise ValueError(
+                f"which = {which!r}: expected last or best, of a run with a global model on a "
+                "test set"
+            )
+        _, classes, matrix = found
+        return pandas.DataFrame(matrix, index=classes, columns=classes)
+
     def client_data(self, client: str) -> "ClientData":
         """The samples of a simulated client, `.train` and `.test`, each with `.images`, `.labels`.
 

@@ -5,6 +5,7 @@ the run's state.
 """
 
 import fcntl
+import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence, Set
@@ -19,7 +20,7 @@ from protocol.options import did_you_mean
 from protocol.own_code import is_spec, table_of
 from protocol.text import in_one_line, shortened
 from server_app.history import curve, headline_of, scalars
-from server_app.run_reader import CONFIG_FILE, HISTORY_FILE, LOCK_FILE, RunReader
+from server_app.run_reader import CONFIG_FILE, CONFUSION_FILE, HISTORY_FILE, LOCK_FILE, RunReader
 
 STARTING, RUNNING, FINISHED, INTERRUPTED = "starting", "running", "finished", "interrupted"
 GONE = "moved or deleted"
@@ -123,6 +124,16 @@ class SavedRun(RunReader):
             }
             for line in self.history
         ]
+
+    def confusion(self, which: str) -> tuple[int, list[str], list[list[int]]] | None:
+        """(round, classes, samples by label and predicted class) of the "last" or "best" round.
+
+        None where no global model was evaluated.
+        """
+        with suppress(FileNotFoundError):
+            found = json.loads((self.directory / CONFUSION_FILE).read_text())
+            return found[which]["round"], found["classes"], found[which]["matrix"]
+        return None
 
     @property
     def source(self) -> str:

@@ -8,8 +8,7 @@ from typing import Any
 
 from client_app.evaluation import Score
 from protocol.files import write_atomically
-
-CONFUSION_FILE = "confusion.json"
+from server_app.run_reader import CONFUSION_FILE
 
 
 def note_confusion(path: Path, number: int, score: Score, class_names: Sequence[str]) -> None:

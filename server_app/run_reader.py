@@ -7,6 +7,7 @@ history.jsonl   one short line a round, for rounds 1, 2, ...: `record.py` lists 
 clients.jsonl   one line a round with what is about single clients: who took part, accuracies
 audit.jsonl     who joined, was sent what, released what: chained lines (audit.py)
 summary.json    status and results (summary.py)
+confusion.json  matrices of the global model, of the last and the best round (confusion.py)
 checkpoints/    round-<round>-<digest>.safetensors: global arrays and server state; the newest two
 clients/        in simulation: client state, in the same form
 model.safetensors, run.log, accuracy.png, labels.png, diagnostics/
@@ -39,6 +40,7 @@ from server_app.history import Line
 LAYOUT = 2
 CONFIG_FILE, MANIFEST_FILE, SUMMARY_FILE = "config.json", "manifest.json", "summary.json"
 CLIENTS_FILE, AUDIT_FILE, ROSTER_FILE = "clients.jsonl", "audit.jsonl", "roster.json"
+CONFUSION_FILE = "confusion.json"
 LOG_FILE, LOCK_FILE, MODEL_FILE = "run.log", ".lock", "model.safetensors"
 STARTING = {"status": "starting"}  # the summary of a run that has not written one
 # what reading JSON of another form raises

@@ -11,6 +11,8 @@ from run_fixtures import SMALL
 
 import keel
 from client_app import scores
+from keel.views.run_page import main_charts
+from keel.views.store import ShownRun
 from protocol.config import resolve_config
 from protocol.options import ConfigError
 
@@ -100,6 +102,14 @@ def test_scores_are_in_history_summary_and_tables(run):
     assert run.history["score/personal.top2"].iloc[-1] == last
 
 
+def test_scores_have_charts_of_their_own(run):
+    charts = main_charts(ShownRun(run.directory))
+    assert {"score top2", "score macro-f1", "accuracy"} <= charts.keys()
+    titles = {name: chart["layout"]["yaxis"]["title"]["text"] for name, chart in charts.items()}
+    assert (titles["score top2"], titles["accuracy"]) == ("top2", "accuracy (%)")
+    assert len(charts["confusion"]["data"]) == 1
+
+
 def test_a_score_without_a_number_is_named(run):
     log = (run.directory / "run.log").read_text()
     for fault in ("metric odd returned nan", "metric bad raised KeyError: 'x'"):
@@ -117,6 +127,7 @@ def test_confusion_of_the_last_and_the_best_round(tmp_path):
         assert found[which]["round"] == number
         assert matrix.trace() / matrix.sum() == pytest.approx(accuracies[number - 1])
         assert matrix.sum() == 359
+        assert np.array_equal(run.confusion(which), matrix)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ MAX_ROUNDS = 40  # columns of the clients' heat map
 MAX_CLIENTS = 40  # its rows: the worst
 MAX_EVENTS = 200  # rows of the table of clients left out
 MAX_LOG_LINES, LOG_BYTES = 200, 64 << 10  # the last
+MAX_CLASSES = 50  # of a confusion matrix
 RECENT = 50  # rounds whose mean gives the time left
 SENT = ["bytes_down", "evaluation_bytes_down"]
 RECEIVED = ["bytes_up", "evaluation_bytes_up"]
@@ -125,11 +126,22 @@ def main_charts(run: ShownRun) -> dict[str, Figure]:
         ),
         "loss": curves(losses, "round", "loss"),
         **score_charts(run),
+        **confusion_charts(run),
         "trouble": stacked(columns_of(frame, TROUBLE), "clients"),
         "traffic": stacked(columns_of(frame, TRAFFIC) / 1e6, "MB"),
         "seconds": stacked(part_of(frame, "seconds"), "seconds"),
     }
     return {name: figure for name, figure in figures.items() if figure["data"]}
+
+
+def confusion_charts(run: ShownRun) -> dict[str, Figure]:
+    """The confusion matrix of the best round, unless there are too many classes to see."""
+    found = run.confusion("best")
+    if found is None or len(found[1]) > MAX_CLASSES:
+        return {}
+    _, classes, matrix = found
+    table = pd.DataFrame(matrix, index=classes, columns=classes)
+    return {"confusion": heat_map(table, "predicted class", "label", "images")}
 
 
 def score_names(run: ShownRun) -> list[str]:
