@@ -1,6 +1,7 @@
 """SCAFFOLD against Algorithm 1 in plain numbers."""
 
 import dataclasses
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from torch import nn
 
 from client_app.methods import method_of
 from client_app.methods.scaffold import Scaffold
+from client_app.optimizers import optimizer_for
 from client_app.samples import Step
 from client_app.setup import build_network
 from protocol.messages import TrainReply
@@ -100,6 +102,7 @@ class Federation:
             precision="fp32",
             lr_factor=self.config.train.lr_decay ** (self.round - 1),
             seed=lambda *names: 0,
+            optimizer=partial(optimizer_for, self.config.train),
             plan=lambda stream, count, unit: SimpleNamespace(
                 epochs=list(range(count)), index=[none] * count
             ),
