@@ -26,7 +26,7 @@ from weakref import WeakValueDictionary
 
 from protocol.files import digest, write_atomically
 from protocol.options import ConfigError, did_you_mean
-from protocol.own_source import code_objects, codes_in, source_text
+from protocol.own_source import is_stale, source_text
 
 SPEC = re.compile(r"(?P<place>.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
 VALUE = "own"  # the place of an object that Python handed over
@@ -381,18 +381,6 @@ def text_of(module: ModuleType) -> tuple[str, str]:
             "importlib.reload the module"
         )
     return text, str(path)
-
-
-def is_stale(module: ModuleType, text: str) -> bool:
-    """Whether a function of the module is not in the text of its file."""
-    path = str(module.__file__)
-    try:
-        current = set(codes_in(compile(text, path, "exec")))
-    except SyntaxError:
-        return True
-    values = [v for v in vars(module).values() if getattr(v, "__module__", "") == module.__name__]
-    used = {code for value in values for code in code_objects(value)}
-    return any(code.co_filename == path and code not in current for code in used)
 
 
 def is_own_frame(frame: FrameType) -> bool:

@@ -1,4 +1,4 @@
-"""The source of objects that are defined in a notebook's cell or a script."""
+"""The source of objects of a notebook or script, and whether a module is still that of its file."""
 
 import ast
 import dis
@@ -6,7 +6,7 @@ import inspect
 import linecache
 import sys
 from collections.abc import Iterator
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from protocol.files import digest
@@ -142,3 +142,15 @@ def source_of_class(value: type) -> str:
                 first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
                 return "".join(lines[first - 1 : node.end_lineno]).strip("\n")
     return ""
+
+
+def is_stale(module: ModuleType, text: str) -> bool:
+    """Whether a function of the module is not in the text of its file."""
+    path = str(module.__file__)
+    try:
+        current = set(codes_in(compile(text, path, "exec")))
+    except SyntaxError:
+        return True
+    values = [v for v in vars(module).values() if getattr(v, "__module__", "") == module.__name__]
+    used = {code for value in values for code in code_objects(value)}
+    return any(code.co_filename == path and code not in current for code in used)
