@@ -293,10 +293,12 @@ class Cutter:
         graph = fx.Graph()
         (source,) = self.passing(begin)
         made = {source: graph.placeholder("x")}
-        for node in self.nodes[begin:end]:
+        may_alias = True  # what comes before the first weights may return its input, as Identity
+        for node, state in zip(self.nodes[begin:end], self.state[begin:end], strict=True):
             copied = made[node] = graph.node_copy(node, made.__getitem__)
-            if source in node.all_input_nodes:
+            if may_alias or source in node.all_input_nodes:
                 keep_input(self.network, copied)
+            may_alias = may_alias and not state
         (result,) = self.passing(end)
         graph.output(made[result])
         made_of_it: nn.Module = fx.GraphModule(self.network, graph)

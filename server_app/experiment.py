@@ -25,7 +25,6 @@ from server_app.roster import Clients, clients_of, roster_warnings
 from strategies import Average, strategy_for
 
 
-
 @dataclass(frozen=True)
 class Experiment:
     """What a run trains. initial_weights, first_arrays (what is sent in round 1): on the CPU."""
