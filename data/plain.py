@@ -7,7 +7,7 @@ and the normalisation is that of pixels.
 import numpy as np
 from PIL import Image
 
-from data.decoding import RawSource, RawSplit
+from data.decoding import RawSource
 from protocol.options import ConfigError
 
 
@@ -40,9 +40,8 @@ def plain_channels(raw: RawSource, required: int) -> int:
     return required if required and own == 1 else own
 
 
-def write_plain(split: RawSplit, into: np.ndarray) -> None:
-    """The images of a split as [N, C, H, W], resized like pictures; floats times 255."""
-    images = np.asarray(split.images)
+def write_plain(images: np.ndarray, into: np.ndarray) -> None:
+    """Images [N, H, W] or [N, H, W, C] as [N, C, H, W], resized like pictures; floats times 255."""
     if images.ndim == 3:
         images = images[..., None]
     size = into.shape[:1:-1]  # (width, height)

@@ -328,7 +328,7 @@ def _write_entry(entry: Path, key: Key, raw: RawSource, reading: Reading, is_own
             images = np.lib.format.open_memmap(file, "w+", kind, shape)
             _reserve(file)
         if arrays_are_plain:
-            write_plain(split, images)
+            write_plain(np.asarray(split.images), images)
         else:
             decode(raw, split, images, window, any_size=reading.image_size != OWN_SIZE)
         images.flush()

@@ -7,6 +7,8 @@ import numpy as np
 from keel.saved_runs import SavedRun
 from protocol.options import did_you_mean
 
+WHITE = np.float32(255)  # times the user's floats
+
 
 class Part(NamedTuple):
     """Images uint8 or float32 [N, C, H, W] and labels int64 [N], indices of the classes."""
@@ -37,4 +39,8 @@ def client_data(run: SavedRun, client: str) -> ClientData:
         raise ValueError(f"client = {client!r}: the run has none{did_you_mean(client, by_name)}")
     spec = dataset_spec_of(config, open_source(config))
     train, test = own_splits(config, spec, by_name[client])
-    return ClientData(Part(train.images, train.labels), Part(test.images, test.labels))
+    train_part, test_part = (
+        Part(each.images / WHITE if each.images.dtype == np.float32 else each.images, each.labels)
+        for each in (train, test)
+    )
+    return ClientData(train_part, test_part)

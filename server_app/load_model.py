@@ -21,6 +21,8 @@ from client_app.samples import Pixels
 from client_app.setup import build_network
 from client_app.state import newest_state
 from data.decoding import Preparation, open_image
+from data.npz import channels_last
+from data.plain import write_plain
 from models import StagedModel
 from protocol.arrays import Arrays
 from protocol.files import digest, round_of, versions_in
@@ -52,10 +54,13 @@ class TrainedModel:
     def probabilities(self, images: np.ndarray) -> Tensor:
         """[N, num_classes] for images [N, H, W], [N, H, W, C] or [N, C, H, W] of any size.
 
-        uint8, or uint16 where the model was trained on images of 16 bits. They are prepared as in
-        training. ValueError for other arrays, and where it is not clear which axis is which.
+        uint8, floats of which 1.0 is white, or uint16 where the model was trained on images of 16
+        bits. They are prepared as in training. ValueError for other arrays, and where it is not
+        clear which axis is which.
         """
         found = images.dtype if isinstance(images, np.ndarray) else type(images).__name__
+        if isinstance(images, np.ndarray) and (self.is_of_arrays or images.dtype.kind == "f"):
+            return self.of_arrays(images)
         if found not in (np.uint8, np.uint16):
             raise ValueError(f"images are {found}: expected a NumPy array of uint8 or uint16")
         check_not_forked()
@@ -82,8 +87,35 @@ class TrainedModel:
             parts.append(self.of_pixels(np.array(pixels, dtype=np.uint8).reshape(shape)))
         return torch.cat(parts)
 
+    @property
+    def is_of_arrays(self) -> bool:
+        """Whether its images have channels that no picture has."""
+        return self.preparation.channels not in (1, 3)
+
+    def of_arrays(self, images: np.ndarray) -> Tensor:
+        """The same for floats, and for any number of channels."""
+        is_float = images.dtype.kind == "f"
+        try:
+            x = channels_last(images.astype(np.float32) if is_float else images, True)
+        except ValueError as error:
+            raise ValueError(f"images: the array {error}") from error
+        own, (channels, *size) = 1 if x.ndim == 3 else x.shape[-1], self.network.input_shape
+        if own not in (1, channels):
+            found = num_of("channel", own)
+            raise ValueError(f"images have {found}, those of the model {channels}")
+        parts = []
+        for start in range(0, max(len(x), 1), IMAGES_AT_A_TIME):
+            some = x[start : start + IMAGES_AT_A_TIME]
+            pixels = np.empty((len(some), channels, *size), np.float32 if is_float else np.uint8)
+            write_plain(some, pixels)
+            parts.append(self.of_pixels(pixels))
+        return torch.cat(parts)
+
     def of_file(self, path: str) -> Tensor:
         """[num_classes] for an image file; ImageFileError naming it if it cannot be read."""
+        if self.is_of_arrays:
+            num = num_of("channel", self.preparation.channels)
+            raise ValueError(f"{path}: the model takes arrays of {num}, no image files")
         pixels = self.preparation.pixels(open_image(path), path)
         return self.of_pixels(pixels[None].copy())[0]
 

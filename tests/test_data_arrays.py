@@ -125,6 +125,13 @@ def test_arrays_and_a_function_that_returns_them_have_the_same_bits(tmp_path):
     more = keel.run(keys | {"keep-state": True}, data=keel.Arrays(IMAGES, LABELS), clients=2)
     resumed = keel.run(resume=more.directory, num_rounds=3, quiet=True)
     assert resumed.summary["rounds"] == 3
+    guess = runs[0].model().predict(IMAGES)
+    assert guess == runs[0].model().predict(IMAGES.transpose(0, 2, 3, 1))
+    assert {*guess} <= {"0", "1", "2"}
+    part = runs[0].client_data("client-0000")
+    assert all(min(np.abs(IMAGES - x).max(axis=(1, 2, 3))) < 1e-5 for x in part.train.images)
+    with pytest.raises(ValueError, match="5 channels"):
+        runs[0].model().predict(rng.random((1, 5, 30, 36)))
     assert re.fullmatch(r"npz:.*/arrays-\w{16}\.npz", resumed.config["source"])
 
 
