@@ -64,6 +64,17 @@ def test_counts_of_other_classes_are_refused_where_counts_are_withheld():
     assert "100000" in line
 
 
+def test_a_site_with_more_than_ten_times_the_median_of_samples_is_named():
+    entries = [entry("a", (10_000,) * 10), entry("b", (500,) * 10), entry("c", (100,) * 10)]
+    [line] = warnings_of(config_of(), entries)  # the median is 5,000
+    assert "client a" in line
+    assert "5000" in line
+    assert warnings_of(config_of(), [entry("a", (5000,) * 10), *entries[1:]]) == []
+    [capped] = warnings_of(config_of(**{"max-weight-share": 0.5}), entries)
+    assert "client a" in capped
+    assert "0.5" in capped
+
+
 def test_other_versions_are_a_warning_that_names_who_has_them():
     odd = "flwr 1.39.2, torch 2.15.0"
     entries = [entry("a"), entry("b"), entry("c", versions=odd), entry("d", keel="0.0.9")]
