@@ -17,6 +17,13 @@ from models import StagedModel
 from protocol.arrays import Arrays
 from protocol.config import RunConfig
 
+# keys of local training that `fit` reads itself
+FIT_KEYS = (
+    *("batch-size", "batches-per-epoch", "lr-decay", "lr-decay-epoch", "lr-schedule"),
+    *("warmup-rounds", "optimizer", "momentum", "weight-decay", "clip-norm", "precision"),
+    "cuda-graphs",
+)
+
 
 @dataclass(frozen=True)
 class ModelParts:
@@ -107,6 +114,10 @@ class Method:
 
     rate_keys: ClassVar[Sequence[str]] = ("lr",)
     """Keys of the learning rates of local training."""
+
+    training_keys: ClassVar[Sequence[str]] = ()
+    """Keys of local training that `train` reads; another that is set is refused. A `train` that
+    does not say uses those that its code names, and `FIT_KEYS` if it calls `fit`."""
 
     equals_fedavg_at: ClassVar[Mapping[str, float]] = {}
     """Option values with which the trained model is FedAvg's, bit for bit; a test checks this. A

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from client_app.method import Method, Update
+from client_app.method import FIT_KEYS, Method, Update
 from client_app.networks import forward_in, losses_in_float32
 from client_app.round import FrozenFeatureCache, RoundContext
 from client_app.samples import Duration, Step
@@ -66,6 +66,7 @@ class LocalObjective(Method):
     """A loss on one batch: `supervised` plus `penalty`; plain cross entropy unless overridden."""
 
     is_local_objective: ClassVar[bool] = True
+    training_keys: ClassVar[Sequence[str]] = (*FIT_KEYS, "local-epochs", "lr")
 
     uses_global: ClassVar[bool] = False
     """The penalty reads `Batch.reps_global`."""

@@ -85,6 +85,10 @@ def prepare(
     if not options.is_remote:
         num_clients = number_of_clients(config, options.clients, overrides, resumed)
         if not resumed:
+            from server_app.checks import IN_SIMULATION, INLINE, refuse_unused  # imports torch
+
+            unused = INLINE if options.engine is Engine.inline else IN_SIMULATION
+            refuse_unused(config, overrides, unused)
             overrides = {**overrides, "num-clients": num_clients}
             config = config_of(overrides, None, config.own)
             check_simulated(config, num_clients)
@@ -114,7 +118,7 @@ def config_of(
     if resumed is None:
         return checked_config(overrides, own)
     changed = {k: v for k, v in overrides.items() if k != "resume"}
-    return checked_config(resumed.overrides | changed, resumed.own)
+    return checked_config(resumed.overrides | changed, resumed.own, is_new=False)
 
 
 def number_of_clients(

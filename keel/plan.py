@@ -1,4 +1,4 @@
-"""The plan of a run, which is shown before it starts. Needs no torch."""
+"""The plan of a run, which is shown before it starts."""
 
 import shlex
 
@@ -16,6 +16,13 @@ PARTITION_KEYS = {
     "dirichlet-balanced": ("alpha",),
     "classes": ("classes-per-client",),
     "shards": ("shards-per-client",),
+}
+
+SHOWN = {  # in rows of their own
+    *("method", "server-optimizer", "source", "data-fraction", "partition", "alpha"),
+    *("classes-per-client", "shards-per-client", "model", "client-models", "num-clients"),
+    *("fraction-train", "num-rounds", "local-epochs", "batch-size", "batches-per-epoch", "lr"),
+    *("output-dir", "run-name", "resume", "method-options"),
 }
 
 
@@ -38,6 +45,8 @@ def plan_rows(job: Job) -> list[tuple[str, str]]:
         ("clients", clients_text(config)),
         ("rounds", rounds_text(config, job.resumed.last_round if job.resumed else 0)),
     ]
+    if others := others_text(job):
+        rows.append(("also set", others))
     return [*rows, *flwr_rows(job)]
 
 
@@ -89,13 +98,26 @@ def clients_text(config: RunConfig) -> str:
 
 def rounds_text(config: RunConfig, done: int) -> str:
     """The rounds, and what a client does in one."""
-    train = config.train
-    epochs = num_of("local epoch", train.local_epochs)
-    batches = f"batch size {train.batch_size}"
+    from server_app.checks import unused_keys  # imports torch, as the checks before have
+
+    train, unused = config.train, unused_keys(config)
+    texts = {
+        "local-epochs": num_of("local epoch", train.local_epochs),
+        "batch-size": f"batch size {train.batch_size}",
+        "lr": f"lr {train.lr:g}",
+    }
     if train.batches_per_epoch:
-        batches = f"{train.batches_per_epoch} batches per epoch"
+        texts["batches-per-epoch"] = f"{train.batches_per_epoch} batches per epoch"
+    used = ", ".join(text for key, text in texts.items() if key not in unused)
     past = f" ({done} of them done)" if done else ""
-    return f"{config.rounds.num_rounds}{past}; {epochs}, {batches}, lr {train.lr:g}"
+    return f"{config.rounds.num_rounds}{past}" + (f"; {used}" if used else "")
+
+
+def others_text(job: Job) -> str:
+    """The keys that were set and that no other row of the plan has."""
+    tables = (f"{job.config.method_table}.", f"{job.config.rounds.server_optimizer}.")
+    others = {k: v for k, v in job.overrides.items() if k not in SHOWN and not k.startswith(tables)}
+    return ", ".join(f"{key} {typed(value)}" for key, value in sorted(others.items()))
 
 
 def flwr_rows(job: Job) -> list[tuple[str, str]]:

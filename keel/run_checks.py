@@ -21,12 +21,15 @@ DECIDING_KEYS = {"preset", "method", "server-optimizer", "model"}  # which decid
 
 
 def checked_config(
-    overrides: Mapping[str, OptionValue], own: Mapping[str, Own] | None = None
+    overrides: Mapping[str, OptionValue],
+    own: Mapping[str, Own] | None = None,
+    is_new: bool = True,
 ) -> RunConfig:
     """The config of these overrides; ValueError, one line, naming several mistakes at once.
 
     own: as `resolve_config`. The key that an error names is set aside, and the rest is checked
-    again. The method's options and what the run asks of it are checked last: this imports torch.
+    again. The method's options, what the run asks of it, and that a new run uses all of the keys
+    are checked last: this imports torch.
     """
     mistakes: list[ConfigError] = []
     rest = dict(overrides)
@@ -36,7 +39,10 @@ def checked_config(
             if not mistakes:
                 with uninterrupted():
                     from client_app.methods import method_of
+                    from server_app.checks import refuse_unused
                 method_of(config)
+                if is_new:
+                    refuse_unused(config, rest)
             break
         except ConfigError as error:
             if error.key in overrides and error.key not in rest:

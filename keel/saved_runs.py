@@ -190,7 +190,8 @@ def setting_of(run: RunReader, with_seed: bool = False) -> dict[str, Any]:
     count digest covers the samples of each class at each site: a site sends no digest of its data.
     """
     used = {"seed": run.config["seed"]} if with_seed else {}
-    used |= {k: v for k, v in run.config.items() if k not in NOT_A_SETTING and uses(run.config, k)}
+    left_out = {*NOT_A_SETTING, *run.unused}
+    used |= {k: v for k, v in run.config.items() if k not in left_out and uses(run.config, k)}
     if run.own_digests:
         used[OWN_CODE] = ", ".join(f"{spec} {found}" for spec, found in run.own_digests.items())
     used[DATA_DIGEST] = run.manifest.get("data", "")
@@ -205,7 +206,11 @@ def differing_keys(configs: Sequence[Mapping[str, Any]], ignored: Set[str]) -> l
     configs: config keys, or what `setting_of` returns.
     """
     keys = sorted({key for config in configs for key in config} - ignored)
-    return [k for k in keys if len({str(c.get(k)) for c in configs if uses(c, k)}) > 1]
+
+    def has(config: Mapping[str, Any], key: str) -> bool:
+        return uses(config, key) and (key in config or key == SITE_COUNTS)
+
+    return [k for k in keys if len({str(c.get(k)) for c in configs if has(c, k)}) > 1]
 
 
 def is_locked(path: Path) -> bool:

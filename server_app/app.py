@@ -11,6 +11,7 @@ from flwr.serverapp import Grid, ServerApp
 from flower_adapter import bound_superlink_retries, is_in_process_grid, on_process_exit
 from protocol.messages import RosterRequest, request_record
 from protocol.own_code import check_on_all_machines
+from server_app.checks import refuse_unused
 from server_app.experiment import Experiment
 from server_app.observers import SummaryTable
 from server_app.pool import FlowerWorkers, Pool
@@ -34,11 +35,16 @@ def main(grid: Grid, context: Context) -> None:
     logging.getLogger("keel").addHandler(early)
 
     def make_pool(experiment: Experiment, resumed: Path | None) -> Pool:
+        if not resumed:
+            refuse_unused(experiment.config, keys)
         if is_in_process_grid(grid):
             workers = FlowerWorkers(grid)
             num_clients = experiment.config.rounds.num_clients or workers.num
             return pool_of_workers(workers, experiment, num_clients, resumed)
-        return sites_of(grid, experiment, resumed)
+        sites = sites_of(grid, experiment, resumed)
+        if not resumed:
+            refuse_unused(experiment.config, keys, sites.unused_keys)
+        return sites
 
     bound_superlink_retries(grid, SUPERLINK_TIMEOUT_S)
     try:

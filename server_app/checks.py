@@ -4,11 +4,12 @@ import math
 from collections.abc import Collection, Mapping
 
 from client_app.methods import method_of
+from client_app.training_keys import TRAINING_KEYS, used_training_keys
 from data.partitions import PARTITIONS
 from protocol.arrays import Arrays
 from protocol.catalogue import method_names
 from protocol.config import RunConfig
-from protocol.options import OptionValue
+from protocol.options import ConfigError
 from protocol.privacy import noise_sigma
 from protocol.server_optimizers import SERVER_OPTIMIZERS
 from protocol.text import num_of
@@ -21,62 +22,82 @@ PARTITION_KEYS = {  # config key: the name of the option in `PARTITIONS`
     "shards-per-client": "shards_per_client",
 }
 
+# keys that no simulation uses, and those that the inline engine does not use either
+IN_SIMULATION = {"max-weight-share": "the partition says how many samples a client has"}
+INLINE = IN_SIMULATION | dict.fromkeys(
+    ("round-timeout", "backoff-after"), "the inline engine waits for every client"
+)
+
+
+def unused_keys(config: RunConfig) -> dict[str, str]:
+    """Every key that this run does not use, on any engine, with the reason.
+
+    `IN_SIMULATION` and `Sites.unused_keys` have what depends on the engine.
+    """
+    rounds, data, train = config.rounds, config.data, config.train
+    method, found = config.method_options(), dict[str, str]()
+    in_use = {config.method_table, rounds.method, rounds.server_optimizer}
+    for key in config.flat:
+        table, dot, _ = key.partition(".")
+        if dot and table in SERVER_OPTIMIZERS and table not in in_use:
+            found[key] = f"server-optimizer is {rounds.server_optimizer}"
+        elif dot and table in method_names() and table not in in_use:
+            found[key] = f"method is {rounds.method}"
+    for key in TRAINING_KEYS - used_training_keys(method):
+        found[key] = f"the local training of {rounds.method} does not read it"
+    for key, keys in (("local-epochs", method.duration_keys), ("lr", method.rate_keys)):
+        if key not in keys:
+            found[key] = f"{rounds.method} uses {' and '.join(keys)} instead"
+    if train.batches_per_epoch:
+        found["batch-size"] = f"batches-per-epoch is {train.batches_per_epoch}"
+    if train.optimizer != "sgd":
+        found["momentum"] = f"optimizer is {train.optimizer}"
+    if train.lr_schedule != "exponential":
+        found["lr-decay"] = f"lr-schedule is {train.lr_schedule}"
+    options = PARTITIONS.get(data.partition, (None, ()))[1]  # an own partition has no keys
+    for key, option in PARTITION_KEYS.items():
+        if option not in options:
+            found[key] = f"partition is {data.partition}"
+    readers = {"trim-fraction": ["trimmed-mean"], "num-malicious": ["krum", "multi-krum"]}
+    for key, aggregations in (*readers.items(), ("weighting", ["mean", "multi-krum"])):
+        if rounds.aggregation not in aggregations:
+            found[key] = f"aggregation is {rounds.aggregation}"
+    if rounds.norm_bound == "off":
+        found["norm-bound-value"] = "norm-bound is off"
+    if not rounds.diagnostics:
+        found["diagnostics-every"] = "diagnostics is empty"
+    if not config.privacy.epsilon:
+        for key in ("privacy.delta", "privacy.clip-norm", "privacy.metrics"):
+            found[key] = "privacy.epsilon is 0"
+    elif config.privacy.withholds_metrics:
+        found["evaluate-clients"] = "privacy.metrics is withheld"
+    return found
+
 
 def keys_without_effect(config: RunConfig, keys: Collection[str]) -> list[str]:
-    """A line for each of these keys that this run does not read."""
-    rounds = config.rounds
-    in_use = {"method": rounds.method, "server-optimizer": rounds.server_optimizer}
-    tables = dict.fromkeys(SERVER_OPTIMIZERS, "server-optimizer")
-    tables |= dict.fromkeys(method_names(), "method")
-    lines = []
-    for key in sorted(keys):
-        table, dot, _ = key.partition(".")
-        if dot and table in tables and table not in in_use.values():
-            lines.append(f"{key} has no effect: {tables[table]} is {in_use[tables[table]]}")
-    options = config.method_options()
-    for key, instead in (("local-epochs", options.duration_keys), ("lr", options.rate_keys)):
-        if key in keys and key not in instead:
-            lines.append(
-                f"{key} has no effect: {rounds.method} uses {' and '.join(instead)} instead"
-            )
-    if config.train.optimizer != "sgd" and "momentum" in keys:
-        lines.append(f"momentum has no effect: optimizer is {config.train.optimizer}")
-    if config.train.lr_schedule != "exponential" and "lr-decay" in keys:
-        lines.append(f"lr-decay has no effect: lr-schedule is {config.train.lr_schedule}")
-    batches = config.train.batches_per_epoch
-    if batches and "batch-size" in keys:
-        lines.append(f"batch-size has no effect: batches-per-epoch is {batches}")
-    used = PARTITIONS.get(config.data.partition, (None, ()))[1]  # an own partition has no keys
-    for key, option in PARTITION_KEYS.items():
-        if key in keys and option not in used:
-            lines.append(f"{key} has no effect: partition is {config.data.partition}")
-    return lines
+    """A line for each of these keys that this run does not use."""
+    unused = unused_keys(config)
+    return [unused_text(config, key, unused[key]) for key in sorted(unused.keys() & set(keys))]
 
 
-def protection_not_in_use(config: RunConfig, keys: Collection[str]) -> list[str]:
-    """A line for each of these keys whose protection is off: a user may believe that it is on.
-
-    Not in `keys_without_effect`: the rows of a recipe may turn a protection on and off.
-    """
-    rounds, lines = config.rounds, []
-    readers = {
-        "trim-fraction": ["trimmed-mean"],
-        "num-malicious": ["krum", "multi-krum"],
-    }
-    for key in sorted(keys):
-        if key == "norm-bound-value" and rounds.norm_bound == "off":
-            lines.append(f"{key} has no effect: norm-bound is off")
-        elif rounds.aggregation not in readers.get(key, [rounds.aggregation]):
-            lines.append(f"{key} has no effect: aggregation is {rounds.aggregation}")
-        elif key.startswith("privacy.") and key != "privacy.epsilon" and not config.privacy.epsilon:
-            lines.append(f"{key} has no effect: privacy.epsilon is 0")
-    return lines
+def unused_text(config: RunConfig, key: str, reason: str) -> str:
+    """What is said of a key that is set and not used."""
+    return f"{key} = {config.flat[key]!r} would have no effect: {reason}; leave it out"
 
 
-def config_warnings(config: RunConfig, overrides: Mapping[str, OptionValue]) -> list[str]:
-    """A line for each key that was set but has no effect, and for models never evaluated."""
-    rounds, method = config.rounds, method_of(config)
-    lines = keys_without_effect(config, overrides) + protection_not_in_use(config, overrides)
+def refuse_unused(
+    config: RunConfig, keys: Collection[str], unused: Mapping[str, str] | None = None
+) -> None:
+    """ConfigError if one of these keys, which the user set, is not used. unused: with reasons."""
+    found = unused_keys(config) if unused is None else unused
+    lines = {key: unused_text(config, key, found[key]) for key in sorted(found.keys() & set(keys))}
+    if lines:
+        raise ConfigError(next(iter(lines)), " | ".join(lines.values()))
+
+
+def config_warnings(config: RunConfig) -> list[str]:
+    """A line for what is revealed beside `privacy`, and for models never evaluated."""
+    rounds, method, lines = config.rounds, method_of(config), list[str]()
     on_clients = config.evaluated_clients != "none"
     if config.privacy.withholds_metrics:
         what = "no losses and no accuracies of clients"

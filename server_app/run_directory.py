@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from logging.handlers import MemoryHandler
 from pathlib import Path
@@ -118,10 +118,16 @@ class RunDirectory:
             self._log = None
         self._lock.close()
 
-    def save_config(self, config: RunConfig, overrides: Mapping[str, OptionValue]) -> None:
-        """Write config.json and the run's own code; `overrides` are the keys that the user set."""
+    def save_config(
+        self, config: RunConfig, overrides: Mapping[str, OptionValue], unused: Iterable[str] = ()
+    ) -> None:
+        """Write config.json and the run's own code.
+
+        overrides: the keys that the user set. unused: those that the run does not use.
+        """
         own_code.save(self.path, config.own)
         content = {"config": dict(config.flat), "overrides": dict(overrides), "id": self.id}
+        content["unused"] = sorted(unused)
         content |= digests_entry(config.own)
         write_atomically(self.path / CONFIG_FILE, json.dumps(content, indent=2).encode())
 

@@ -100,6 +100,11 @@ class RunReader:
         return dict(self._saved["overrides"])
 
     @property
+    def unused(self) -> set[str]:
+        """The keys that the run does not use, such as the options of other methods."""
+        return set(self._saved.get("unused", ()))
+
+    @property
     def id(self) -> str:
         """By which a deployment's clients recognise the run that their state belongs to."""
         return str(self._saved.get("id", ""))

@@ -31,6 +31,7 @@ from protocol.models import OWN_SIZE, model_spec, size_text
 from protocol.options import OptionValue
 from protocol.source_spec import SITES
 from protocol.text import in_one_line, num_of, shortened
+from server_app.checks import PARTITION_KEYS
 from server_app.exchange import Exchange
 from server_app.pool import TTL_S
 from server_app.roster import check_partitions, check_roster, save_roster
@@ -78,6 +79,14 @@ class Sites:
 
     stores_state_here: ClassVar[bool] = False
     machines: Sequence[MachineReport] = ()
+
+    @property
+    def unused_keys(self) -> Mapping[str, str]:
+        """The config keys that a run at these sites does not use, with the reason."""
+        if any(entry.num_partitions for entry in self.roster.values()):
+            return {}
+        keys = ("partition", *PARTITION_KEYS, "data-fraction", "pool-test")
+        return dict.fromkeys(keys, "each site has data of its own")
 
     def __init__(
         self,

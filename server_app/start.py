@@ -20,7 +20,7 @@ from protocol.messages import PreflightRequest, payload_bytes
 from protocol.options import OptionValue
 from protocol.own_code import Own
 from protocol.text import labels_text
-from server_app.checks import config_warnings, noise_warnings
+from server_app.checks import config_warnings, noise_warnings, unused_keys
 from server_app.diagnostics.monitor import Monitor
 from server_app.experiment import Experiment, admit_clients, build_experiment
 from server_app.manifest import (
@@ -174,12 +174,13 @@ def start_run(
     run = Run(experiment, pool, clients, directory, start, monitor, backoff)
     run.notes = noise_warnings(config, len(experiment.strategy.cohort.sample(1)), start.arrays)
     run.notes += unused_warnings(config, clients.num) if clients.are_simulated else []
-    warnings += [*run.notes, *config_warnings(config, overrides), *experiment.source.notes]
+    warnings += [*run.notes, *config_warnings(config), *experiment.source.notes]
     begin_log(run, warnings + own_code.edited(config.own, overrides.values()), early)
     if clients.are_simulated:
         # a resume with another number of simulated clients would split the data differently
         overrides = {**overrides, "num-clients": clients.num}
-    directory.save_config(resolve_config(overrides, config.own), overrides)
+    config = resolve_config(overrides, config.own)
+    directory.save_config(config, overrides, unused_keys(config))
     note_manifest(run, data)
     return run
 

@@ -316,7 +316,7 @@ def config_rows(run: ShownRun) -> list[tuple[str, str, bool]]:
     rows = [
         (key, in_one_line(typed(value)), key in run.overrides)
         for key, value in run.config.items()
-        if key in run.overrides or uses(run.config, key)
+        if key not in run.unused and uses(run.config, key)
     ]
     return sorted(rows, key=lambda row: (not row[2], row[0]))
 

@@ -16,7 +16,8 @@ from client_app.process_cache import ProcessCache
 from client_app.samples import Samples
 from client_app.setup import dataset_spec_of, model_for, open_source, pixels_of
 from protocol.config import resolve_config
-from server_app.checks import config_warnings
+from protocol.options import ConfigError
+from server_app.checks import config_warnings, refuse_unused
 from server_app.inline import run_inline
 from server_app.load_model import load_model
 from server_app.run_directory import RunDirectory
@@ -317,7 +318,6 @@ def test_a_run_whose_schedule_depends_on_its_length_cannot_be_made_longer():
         ({"method": "fedmlb", "fedlc.tau": 3.0}, ["fedlc.tau"]),
         ({"fedavgm.beta": 0.9}, ["fedavgm.beta"]),
         ({"server-optimizer": "fedavgm", "fedavgm.beta": 0.9, "lr": 0.1}, []),
-        ({"method": "ditto", "evaluate-clients": "none"}, ["personal models"]),
         ({"partition": "iid", "alpha": 0.1, "min-samples": 5}, ["alpha", "min-samples"]),
         ({"partition": "dirichlet", "alpha": 0.1, "min-samples": 5}, []),
         ({"partition": "dirichlet", "shards-per-client": 3}, ["shards-per-client"]),
@@ -325,17 +325,43 @@ def test_a_run_whose_schedule_depends_on_its_length_cannot_be_made_longer():
         ({"preset": "fedrcl-table1-cifar10", "batch-size": 32}, ["batch-size"]),
         ({"preset": "fedrcl-table1-cifar10", "batch-size": 32, "batches-per-epoch": 0}, []),
         ({"method": "fedreco", "local-epochs": 5, "lr": 0.1}, ["local-epochs", "lr"]),
+        ({"method": "fedreco", "momentum": 0.5, "cache-mb": 5, "precision": "bf16"}, []),
         ({"method": "fedpac", "local-epochs": 5, "lr": 0.1}, ["local-epochs"]),
+        ({"method": "ditto", "clip-norm": 1.0, "lr-decay": 0.9, "local-epochs": 2}, []),
+        ({"method": "scaffold", "momentum": 0.5, "weight-decay": 0.1, "lr": 0.1}, []),
+        ({"method": "fedbabu", "batch-size": 5, "momentum": 0.5, "lr": 0.1}, []),
+        ({"cache-mb": 5, "frozen-statistics": "batch"}, ["cache-mb", "frozen-statistics"]),
+        ({"method": "moon", "cache-mb": 5, "frozen-statistics": "batch"}, []),
+        ({"optimizer": "adam", "momentum": 0.5}, ["momentum"]),
         ({"norm-bound-value": 1.0}, ["norm-bound-value"]),
         ({"norm-bound": "median", "norm-bound-value": 1.0}, []),
         ({"num-malicious": 2}, ["num-malicious"]),
+        ({"aggregation": "median", "weighting": "examples"}, ["weighting"]),
         ({"aggregation": "trimmed-mean", "trim-fraction": 0.4}, []),
         ({"privacy.clip-norm": 2.0}, ["privacy.clip-norm"]),
+        ({"diagnostics-every": 2}, ["diagnostics-every"]),
+    ],
+)
+def test_a_key_that_is_set_and_not_used_is_refused(given, named):
+    config = resolve_config(BASE | given)
+    if not named:
+        refuse_unused(config, given)
+        return
+    with pytest.raises(ConfigError) as refusal:
+        refuse_unused(config, given)
+    assert refusal.value.key == named[0]
+    assert all(f"{key} = {given[key]!r}" in str(refusal.value) for key in named)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"method": "ditto", "evaluate-clients": "none"}, ["personal models"]),
         ({"evaluate-global": False}, ["evaluated"]),
         ({"evaluate-global": False, "evaluate-clients": "all"}, []),
     ],
 )
-def test_what_does_nothing_or_is_never_judged_is_warned_of(given, named):
-    lines = config_warnings(resolve_config(BASE | given), given)
+def test_what_is_never_judged_is_warned_of(given, named):
+    lines = config_warnings(resolve_config(BASE | given))
     assert len(lines) == len(named)
     assert all(name in line for name, line in zip(named, lines, strict=True))
