@@ -7,7 +7,7 @@ import pytest
 import torch
 from client_fixtures import assert_same_bits, differ
 from method_fixtures import METHODS
-from run_fixtures import history_of
+from run_fixtures import history_of, without_times
 from safetensors.torch import load_file
 
 from client_app.evaluation import evaluate
@@ -294,12 +294,7 @@ def test_a_run_killed_in_its_third_round_ends_as_if_it_had_not_been(case, home, 
     kept = [sorted(p.name for p in (f / "clients").rglob("*.safetensors")) for f in (path, whole)]
     assert kept[0] == kept[1]
     # a message down holds the folder's name, as long as it is
-    differing = {"seconds", "client_seconds", "client_cpu_seconds"}
-    differing |= {"bytes_down", "evaluation_bytes_down"}
-    lines, others = (
-        [{k: v for k, v in line.items() if k not in differing} for line in history_of(f)]
-        for f in (path, whole)
-    )
+    lines, others = (without_times(history_of(f)) for f in (path, whole))
     assert lines == others
     assert len({tuple(line["participants"]) for line in lines}) > 1
 
