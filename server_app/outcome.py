@@ -6,9 +6,8 @@ from typing import Any
 
 from protocol.messages import RosterEntry
 from protocol.text import num_of, shortened
-from server_app.confusion import CONFUSION_FILE
 from server_app.participation import Participation
-from server_app.run_reader import RunReader
+from server_app.run_reader import CONFUSION_FILE, RunReader
 
 
 def outcome_of(
