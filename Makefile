@@ -29,7 +29,7 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
-demo: $(READY)  ## compare FedAvg with FedIntR on scikit-learn's digits, in about a minute
+demo: $(READY)  ## compare FedAvg with FedRCL on scikit-learn's digits, over three seeds
 	@$(BIN)/keel demo
 
 # --- checks and tests ------------------------------------------------------------------------
