@@ -253,7 +253,7 @@ def initial_network(
     """`build_network`, with the arrays of `weights` if the run's network starts from a file."""
     model = build_network(config, shape, num_classes, name, seed)
     if config.model.weights and model.name == config.model.model:
-        load_weights(model, Path(config.model.weights))
+        load_weights(model, Path(config.model.weights).expanduser())
     return model
 
 

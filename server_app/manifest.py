@@ -104,7 +104,8 @@ def check_same_data(directory: Path, config: RunConfig, data: str, split: str) -
 
 def weights_digest(config: RunConfig) -> str:
     """The SHA-256 of the file of initial weights; "" without one."""
-    return sha256_of(Path(config.model.weights)) if config.model.weights else ""
+    path = config.model.weights
+    return sha256_of(Path(path).expanduser()) if path else ""
 
 
 def begin_manifest(

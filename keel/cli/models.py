@@ -1,9 +1,12 @@
 """`keel models`: the networks, and one with its layers."""
 
+from typing import Any
+
 from keel.cli.arguments import JsonOption, NameArgument
 from keel.tables import Row, show, show_one, terminal_console
 from protocol.config import refuse_unknown
-from protocol.models import MODELS
+from protocol.models import MODELS, Size, is_library, model_spec
+from protocol.own_code import find, is_spec
 
 NUM_CLASSES = 10
 DEFAULT_INPUT = (3, 32)  # (channels, pixels) of a model whose paper names none
@@ -14,22 +17,25 @@ ABOUT_COLUMNS = (
 
 
 def models(name: NameArgument = None, as_json: JsonOption = False) -> None:
-    """List the models, or show one with its layers."""
+    """List the models, or show one, also FILE.py:NAME or torchvision:NAME, with its layers."""
     if name is None:
         layers = all_layers()
         rows = [model_row(each, layers[each]) for each in MODELS]
         show(rows, as_json, "Models", f"Parameters with {NUM_CLASSES} classes.")
         return
-    refuse_unknown("model", name, list(MODELS))
-    layers = all_layers()
-    show_one(model_row(name, layers[name]), {"layers": layer_rows(name, layers)}, as_json)
+    is_keels = not is_spec(name)
+    if is_keels:
+        refuse_unknown("model", name, list(MODELS))
+    layers = all_layers() | {name: layers_of(name)}
+    row = model_row(name, layers[name]) | {"least size": least_size_of(name)}
+    show_one(row, {"layers": layer_rows(name, layers)}, as_json)
     if not as_json:
         terminal_console().print(ABOUT_COLUMNS)
 
 
 def model_row(name: str, layers: list[Row]) -> Row:
     """Norms, input and parameters of a model."""
-    spec = MODELS[name]
+    spec = model_spec(name)
     size = spec.image_size
     return {
         "name": name,
@@ -37,6 +43,33 @@ def model_row(name: str, layers: list[Row]) -> Row:
         "input": f"{spec.channels} x {size} x {size}" if size else "as the data",
         "parameters": sum(row["parameters"] for row in layers),
     }
+
+
+def default_input(name: str) -> tuple[int, int]:
+    """(channels, pixels) of the images of a model's paper, else of CIFAR's."""
+    spec = model_spec(name)
+    return spec.channels or DEFAULT_INPUT[0], spec.image_size or DEFAULT_INPUT[1]
+
+
+def own_network(name: str) -> Any:
+    """What a spec of own code names; None for a network of Keel's or of a library."""
+    return find(name, "model").value if is_spec(name) and not is_library(name) else None
+
+
+def least_size_of(name: str) -> int:
+    """The least side of a square, in pixels, that a network takes."""
+    from torch import nn
+
+    from models import build_model
+    from models.own import least_size, maker
+
+    channels, _ = default_input(name)
+
+    def make(size: Size) -> nn.Module:
+        return build_model(name, num_classes=NUM_CLASSES, channels=channels, image_size=size)
+
+    uncut = maker(name, own_network(name), channels, NUM_CLASSES) if is_spec(name) else make
+    return least_size(uncut, channels)
 
 
 def layer_rows(name: str, layers: dict[str, list[Row]]) -> list[Row]:
@@ -67,10 +100,15 @@ def layers_of(name: str) -> list[Row]:
 
     from models import build_model
 
-    spec = MODELS[name]
-    channels, pixels = spec.channels or DEFAULT_INPUT[0], spec.image_size or DEFAULT_INPUT[1]
+    channels, pixels = default_input(name)
     # on device "meta" torch's compiler would be imported, which takes 2 s
-    model = build_model(name, num_classes=NUM_CLASSES, channels=channels, image_size=pixels).eval()
+    model = build_model(
+        name,
+        num_classes=NUM_CLASSES,
+        channels=channels,
+        image_size=pixels,
+        own=own_network(name),
+    ).eval()
     with torch.no_grad():
         _, outputs = model.run(torch.zeros(1, channels, pixels, pixels), model.stage_names)
     rows = [

@@ -216,3 +216,18 @@ def test_a_class_named_in_brackets_is_shown_as_it_is(capsys):
     """Brackets are markup to rich."""
     show([{"class": "[red] cell", "train": 3}], False, "classes")
     assert "[red] cell" in capsys.readouterr().out
+
+
+def test_any_network_is_shown_with_its_stages_and_least_size(printed, tmp_path):
+    text = """
+from torch import nn
+
+
+def net(num_classes):
+    last = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 8, 11), *last)
+"""
+    (tmp_path / "mine.py").write_text(text)
+    shown = as_json(printed, "models", f"{tmp_path / 'mine.py'}:net")
+    assert [row["layer"] for row in shown["layers"]] == ["0", "features", "classifier"]
+    assert shown["least size"] == 3 + 11 - 1
