@@ -68,6 +68,10 @@ class LocalObjective(Method):
     is_local_objective: ClassVar[bool] = True
     training_keys: ClassVar[Sequence[str]] = (*FIT_KEYS, "local-epochs", "lr")
 
+    detaches: ClassVar[bool] = False
+    """A part of the loss is a constant on purpose, as in sharpness-aware steps: `keel check-method`
+    does not compare its gradient with finite differences."""
+
     uses_global: ClassVar[bool] = False
     """The penalty reads `Batch.reps_global`."""
 

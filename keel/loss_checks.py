@@ -108,10 +108,13 @@ def loss_terms_are_scalars(subject: Subject) -> None:
 def gradient_is_correct(subject: Subject) -> None:
     """The gradient is finite and equals central differences along three directions."""
     loss = Loss(subject)
+    detaches = loss.loss.objective.detaches
     parameters = list(loss.model.parameters())
     loss.value().backward()  # type: ignore[no-untyped-call]
     found = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
     require(all(bool(g.isfinite().all()) for g in found), "the gradient is not finite")
+    if detaches:
+        raise NotApplicable("detaches = True: a part of the loss is a constant on purpose")
     start = [p.detach().clone() for p in parameters]
     # a method may compute in float32 whatever it is given
     step, tolerance = (1e-6, 1e-4) if loss.is_float64 else (1e-3, 1e-2)
@@ -133,7 +136,7 @@ def gradient_is_correct(subject: Subject) -> None:
         require(
             abs(along - expected) <= tolerance * max(abs(expected), 1e-3),
             f"autograd gives {along:.6g} along a direction, finite differences {expected:.6g}; "
-            "an intended detach shows here too",
+            "if the loss detaches a part on purpose, set detaches: ClassVar[bool] = True",
         )
 
 
