@@ -7,7 +7,7 @@ import pytest
 import torch
 from client_fixtures import make_config
 
-from client_app.samples import Pixels, Samples
+from client_app.samples import Pixels, Samples, batch_sizes
 
 COLOUR = Pixels(mean=(0.1, 0.5, 0.7), std=(0.2, 0.3, 0.9))
 PLAIN = make_config().data
@@ -86,3 +86,13 @@ def test_in_order_is_every_sample_as_it_is(batch_size):
     assert all(len(y) <= batch_size for _, y in batches)
     assert_pixels(torch.cat([x for x, _ in batches]), by_hand(images))
     assert torch.cat([y for _, y in batches]).tolist() == [n % 7 for n in range(23)]
+
+
+@pytest.mark.parametrize(
+    ("num", "size", "min_batch", "expected"),
+    [(20, 8, 1, [8, 8, 4]), (17, 8, 1, [8, 8, 1]), (17, 8, 2, [8, 9]), (1, 8, 2, [1])],
+)
+def test_a_batch_that_batch_norm_cannot_train_on_joins_the_one_before(
+    num, size, min_batch, expected
+):
+    assert batch_sizes(num, size, min_batch) == expected

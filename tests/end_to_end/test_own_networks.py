@@ -34,11 +34,12 @@ class Net(torch.nn.Module):
         return self.head(torch.relu(self.two(x)).mean((2, 3)))
 '''
 KEYS = {key: value for key, value in SMALL.items() if key != "model"}
+AUGMENTED = {"image-size": "12x20", "flip": True, "crop-padding": 2, "rotation": 10.0}
 
 
 def trained(folder, model, engine="inline", **keys):
     """A run of two clients on images of 12 x 20 pixels."""
-    keys = KEYS | {"image-size": "12x20", "output-dir": str(folder / "runs")} | keys
+    keys = KEYS | AUGMENTED | {"output-dir": str(folder / "runs")} | keys
     return keel.run(keys, model=model, clients=2, engine=engine, quiet=True)
 
 
@@ -53,7 +54,7 @@ def test_a_network_has_the_same_bits_from_a_cell_and_on_ray(plain, tmp_path):
     assert_same_run(trained(tmp_path, cell(NET, "Net")).directory, plain.directory)
     mine = own_fixtures.file(tmp_path, NET)
     code = (
-        f"import keel; keel.run({KEYS | {'image-size': '12x20'}!r}, model={str(mine) + ':Net'!r}, "
+        f"import keel; keel.run({KEYS | AUGMENTED!r}, model={str(mine) + ':Net'!r}, "
         f"clients=2, engine='flower', quiet=True, output_dir={str(tmp_path / 'ray')!r})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500)
