@@ -17,13 +17,13 @@ from client_app.scores import Function, confusion_matrix, measured
 class Score:
     """Accuracy in [0, 1] and mean cross entropy over the samples.
 
-    confusion: samples by label and predicted class, [C, C]. others: of the scores that were asked
-    for, those that have a number. faults: by name, why one has none.
+    confusion: samples by label and predicted class, [C, C]; None of more than 200 classes. others:
+    of the scores that were asked for, those that have a number. faults: by name, why one has none.
     """
 
     accuracy: float
     loss: float
-    confusion: np.ndarray
+    confusion: np.ndarray | None
     others: Mapping[str, float] = field(default_factory=dict)
     faults: Mapping[str, str] = field(default_factory=dict)
 

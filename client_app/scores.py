@@ -13,36 +13,42 @@ from protocol.config import RunConfig
 from protocol.options import ConfigError
 from protocol.text import in_one_line
 
+MAX_CONFUSED = 200  # classes of a confusion matrix; of more it is too large to write every round
 NUM_BINS = 15  # of the expected calibration error, equally wide, as in Guo et al. 2017
 
 Function = Callable[[np.ndarray, np.ndarray], float]
 
 
-def confusion_matrix(predicted: np.ndarray, labels: np.ndarray, num_classes: int) -> np.ndarray:
-    """Samples by label (row) and predicted class (column), int64 [C, C]."""
-    counts = np.bincount(labels * num_classes + predicted, minlength=num_classes**2)
-    return counts.reshape(num_classes, num_classes)
+def confusion_matrix(
+    predicted: np.ndarray, labels: np.ndarray, num_classes: int
+) -> np.ndarray | None:
+    """Samples by label (row) and predicted class (column), int64 [C, C]; None of many classes."""
+    if num_classes > MAX_CONFUSED:
+        return None
+    pairs = np.bincount(labels * num_classes + predicted, minlength=num_classes**2)
+    return pairs.reshape(num_classes, num_classes)
 
 
-def of_predictions(probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """The confusion matrix of the most probable classes."""
-    return confusion_matrix(probabilities.argmax(1), labels, probabilities.shape[1])
+def counts(probabilities: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Samples by class, [C] each: predicted as it and of it, predicted as it, of it."""
+    predicted, num = probabilities.argmax(1), probabilities.shape[1]
+    parts = labels[predicted == labels], predicted, labels
+    return tuple(np.bincount(part, minlength=num) for part in parts)
 
 
 def balanced_accuracy(probabilities: np.ndarray, labels: np.ndarray) -> float:
     """The mean recall of the classes that have samples."""
-    matrix = of_predictions(probabilities, labels)
-    of_label = matrix.sum(1)
+    right, _, of_label = counts(probabilities, labels)
     is_there = of_label > 0
-    return float(np.mean(matrix.diagonal()[is_there] / of_label[is_there]))
+    return float(np.mean(right[is_there] / of_label[is_there]))
 
 
 def macro_f1(probabilities: np.ndarray, labels: np.ndarray) -> float:
     """The mean F1 of the classes that have samples or are predicted."""
-    matrix = of_predictions(probabilities, labels)
-    total = matrix.sum(0) + matrix.sum(1)  # 2 TP + FP + FN
+    right, as_label, of_label = counts(probabilities, labels)
+    total = as_label + of_label  # 2 TP + FP + FN
     is_there = total > 0
-    return float(np.mean(2 * matrix.diagonal()[is_there] / total[is_there]))
+    return float(np.mean(2 * right[is_there] / total[is_there]))
 
 
 def auroc(probabilities: np.ndarray, labels: np.ndarray) -> float:

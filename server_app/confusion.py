@@ -16,6 +16,8 @@ def note_confusion(path: Path, number: int, score: Score, class_names: Sequence[
 
     The best round is the first of the highest accuracy. Rounds that a resume repeats do not count.
     """
+    if score.confusion is None:
+        return
     file, found = path / CONFUSION_FILE, dict[str, Any]()
     with suppress(FileNotFoundError):
         found = json.loads(file.read_text())

@@ -40,7 +40,7 @@ def test_scores_are_those_of_scikit_learn(predicted):
     found, faults = scores.measured(scores.FUNCTIONS, p, y)
     assert faults == {}
     assert found == pytest.approx(expected | {"ece": found["ece"]})
-    matrix = scores.of_predictions(p, y)
+    matrix = scores.confusion_matrix(guess, y, 5)
     assert np.array_equal(matrix, sklearn.metrics.confusion_matrix(y, guess, labels=range(5)))
 
 
