@@ -23,6 +23,7 @@ type_names = {bool: "true or false", int: "a whole number", float: "a number", s
 
 OptionValue = bool | int | float | str
 T = TypeVar("T")
+MAX_MESSAGE, SHOWN_FIRST, SHOWN_LAST = 2000, 200, 400  # characters of an error
 MAX_INTEGER = 2**63 - 1  # of a value: what Flower sends, and more than anything counts to
 
 
@@ -30,6 +31,8 @@ class ConfigError(ValueError):
     """A value of the config that is refused. key: the config key; message: one line, for users."""
 
     def __init__(self, key: str, message: str) -> None:
+        if len(message) > MAX_MESSAGE:  # the value comes first, and what is allowed last
+            message = f"{message[:SHOWN_FIRST]} ... {message[-SHOWN_LAST:]}"
         super().__init__(key, message)
         self.key, self.message = key, message
 

@@ -16,7 +16,8 @@ import pickle
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -123,7 +124,8 @@ def find(spec: str, key: str) -> Own:
         if spec.endswith(".json"):
             return remembered(from_json(Path(spec).expanduser()))
         if not place.endswith(".py"):
-            module = imported(place)
+            with import_errors(place):
+                module = importlib.import_module(place)
             text, path = text_of(module)
         else:
             file = Path(place).expanduser().absolute()
@@ -294,34 +296,31 @@ def module_of(text: str, path: str, found: str, package: str = "") -> ModuleType
     module.__file__, module.__package__ = path, package
     sys.modules[name] = module  # before it is executed: dataclasses look their module up
 
-    def execute() -> ModuleType:
-        exec(compile(text, path, "exec"), vars(module))
-        return module
-
     try:
-        return checked(execute, path)
+        with import_errors(path, path.__eq__):
+            exec(compile(text, path, "exec"), vars(module))
     except BaseException:
         del sys.modules[name]
         raise
+    return module
 
 
-def imported(name: str) -> ModuleType:
-    """A module that a user may have written. ValueError, with file and line, if it has an error."""
-    stem = name.rpartition(".")[2]
-    return checked(lambda: importlib.import_module(name), name, lambda p: Path(p).stem == stem)
+@contextmanager
+def import_errors(place: str, is_its: Callable[[str], bool] | None = None) -> Iterator[None]:
+    """Within, a module is imported that a user may have written; its errors are one line.
 
-
-def checked(
-    load: Callable[[], ModuleType], place: str, is_its: Callable[[str], bool] | None = None
-) -> ModuleType:
-    """What `load` returns. ValueError with the line that failed, where `is_its` knows the file."""
+    ValueError with the file and the line that failed. place: the module's name, or its file.
+    is_its: whether a file is the module's; by default by its name.
+    """
+    stem = place.rpartition(".")[2]
     try:
-        return load()
+        yield
     except SyntaxError as error:
         raise ValueError(f"{error.filename}:{error.lineno}: {error.msg}") from None
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        lines = [f for f in frames if (is_its or place.__eq__)(f.filename)]
+        is_its = is_its or (lambda path: Path(path).stem == stem)
+        lines = [frame for frame in frames if is_its(frame.filename)]
         where = f"{lines[-1].filename}:{lines[-1].lineno}" if lines else place
         raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
 
@@ -332,7 +331,8 @@ def installed_module(own: Own) -> ModuleType | None:
     ValueError if it is missing or another.
     """
     try:
-        module = imported(own.place)
+        with import_errors(own.place):
+            module = importlib.import_module(own.place)
         here = digest(text_of(module)[0].encode())
         if here != own.digest:
             raise ValueError(f"{own.place} has the digest {here} here, the run's {own.digest}")

@@ -3,6 +3,7 @@
 That of a method of Keel is in strategies/<name>.py; any other method names its class.
 """
 
+import importlib
 import pkgutil
 from contextlib import suppress
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from models import StagedModel
 from protocol.catalogue import classes, method_stem
 from protocol.config import RunConfig
-from protocol.own_code import imported
+from protocol.own_code import import_errors
 from strategies.average import Average
 
 
@@ -31,7 +32,8 @@ def server_half(method: type[Any]) -> type[Average]:
 
 def half_in_file(method: str) -> type[Average]:
     """The class that strategies/<name>.py defines."""
-    module = imported(f"{__name__}.{method_stem(method)}")
+    with import_errors(place := f"{__name__}.{method_stem(method)}"):
+        module = importlib.import_module(place)
     halves: list[type[Average]] = [
         value
         for value in vars(module).values()
@@ -69,7 +71,8 @@ def strategy_for(config: RunConfig, model: StagedModel) -> Average:
 # All of them now: a process that makes several runs records one digest of the sources for each, so
 # none of the code may be read later.
 for info in pkgutil.iter_modules(__path__):
-    with suppress(ValueError):  # of a broken file, raised again where the method is used
-        imported(f"{__name__}.{info.name}")
+    # the error of a broken file is raised again where the method is used
+    with suppress(ValueError), import_errors(info.name):
+        importlib.import_module(f"{__name__}.{info.name}")
 
 __all__ = ["Average", "server_half", "strategy_for"]

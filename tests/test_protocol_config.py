@@ -234,3 +234,13 @@ def test_a_json_that_lacks_a_key_or_is_no_object_is_refused():
     for text in ("1", "null", "[]", "[" * 100_000):  # as a server may send
         with pytest.raises(ValueError, match="config"):
             config_from_json(text)
+
+
+@pytest.mark.parametrize("key", ["lr", "image-size", "seed"])
+@pytest.mark.parametrize("value", [{0: list(range(50_000))}, "x" * 100_000])
+def test_a_huge_value_is_shortened_in_its_error(key, value):
+    with pytest.raises(ConfigError) as refusal:
+        resolve_config({key: value})
+    assert refusal.value.key == key
+    assert str(refusal.value).startswith(f"{key} = ")
+    assert len(str(refusal.value)) < 1000

@@ -1,5 +1,6 @@
 """The client half of every method, by name: each file here defines one."""
 
+import importlib
 import sys
 from contextlib import suppress
 from functools import lru_cache
@@ -10,7 +11,7 @@ from client_app.method import Method
 from protocol.catalogue import classes, method_names, method_stem
 from protocol.config import RunConfig, refuse_unknown
 from protocol.options import ConfigError
-from protocol.own_code import imported
+from protocol.own_code import import_errors
 
 
 def method_class(name: str) -> type[Method]:
@@ -19,7 +20,8 @@ def method_class(name: str) -> type[Method]:
     ValueError, one line, if the file has an error, or defines no method or two.
     """
     if name not in classes:
-        module = imported(f"{__name__}.{method_stem(name)}")
+        with import_errors(place := f"{__name__}.{method_stem(name)}"):
+            module = importlib.import_module(place)
         found = [
             value
             for value in vars(module).values()
