@@ -112,10 +112,12 @@ def arrays_of(data: Any) -> Arrays:
     if isinstance(data, Arrays):
         return data
     parts = data if isinstance(data, tuple) else (data,)
-    if len(parts) not in (1, 2) or not all(hasattr(part, "__getitem__") for part in parts):
+    is_dataset = [hasattr(p, "__getitem__") and not hasattr(p, "dtype") for p in parts]
+    if len(parts) not in (1, 2) or not all(is_dataset):
         raise ConfigError(
             "source",
-            f"data = {data!r:.80}: expected keel.Arrays, a Dataset, or a pair of them",
+            f"data is {' and '.join(type(part).__name__ for part in parts)}: expected "
+            "keel.Arrays(x_train, y_train, x_test, y_test), a Dataset, or a pair of Datasets",
         )
     found: dict[str, Any] = {}
     for name, part in zip(("train", "test"), parts, strict=False):

@@ -1,4 +1,4 @@
-"""Generated pages: the reference (commands, methods, config keys) from the code, and the notebook.
+"""Generated pages: the reference (commands, methods, config keys) from the code, and the notebooks.
 
 An mkdocs hook: `on_files` adds them to the site. Called with a folder, it writes them there.
 """
@@ -112,18 +112,21 @@ def commands_page() -> str:
     return "\n\n".join(parts)
 
 
-NOTEBOOK = "keel-in-a-notebook.ipynb"
+NOTEBOOKS = {
+    "notebook.md": "keel-in-a-notebook.ipynb",
+    "own-code-notebook.md": "own-code-in-a-notebook.ipynb",
+}
 PAGES = {"commands.md": commands_page, "methods.md": methods_page, "config.md": config_page}
 
 
-def notebook_page() -> str:
-    """The cells of the notebook: text as it is, code in blocks."""
-    notebook = json.loads((repository / "docs" / NOTEBOOK).read_text())
+def notebook_page(name: str) -> str:
+    """The cells of a notebook: text as it is, code in blocks."""
+    notebook = json.loads((repository / "docs" / name).read_text())
     parts = []
     for cell in notebook["cells"]:
         text = "".join(cell["source"])
         parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
-    return "\n\n".join([*parts, f"[The notebook itself]({NOTEBOOK})"])
+    return "\n\n".join([*parts, f"[The notebook itself]({name})"])
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -132,7 +135,8 @@ def on_files(files: Any, config: Any) -> Any:
 
     for name, page in PAGES.items():
         files.append(File.generated(config, f"reference/{name}", content=page()))
-    files.append(File.generated(config, "notebook.md", content=notebook_page()))
+    for name, notebook in NOTEBOOKS.items():
+        files.append(File.generated(config, name, content=notebook_page(notebook)))
     return files
 
 

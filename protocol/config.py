@@ -414,7 +414,8 @@ def validate(config: RunConfig) -> None:
     for name in names_in(rounds.diagnostics):
         refuse_unknown("diagnostics", name, ["all", *DIAGNOSTICS])
     for name in names_in(rounds.metrics):
-        refuse_unknown("metrics", name, [*SCORES, *own])
+        if name not in own:
+            refuse_unknown("metrics", name, list(SCORES))
         score = name.rpartition(":")[2]
         if len(score) > MAX_SCORE_NAME or (name in own and score in ALWAYS_MEASURED):
             raise ConfigError(

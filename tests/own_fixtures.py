@@ -38,12 +38,17 @@ class FedPull(LocalObjective):
 numbers = itertools.count()
 
 
-def cell(text, name="FedPull"):
-    """What a notebook's cell with this text defines under the name."""
+def execute(text, names):
+    """Execute a notebook's cell with this text in these names."""
     file = f"<cell {next(numbers)}>"
     linecache.cache[file] = (len(text), None, text.splitlines(True), file)  # as IPython does
-    names = {"__name__": "__main__"}
     exec(compile(text, file, "exec"), names)
+
+
+def cell(text, name="FedPull"):
+    """What a notebook's cell with this text defines under the name."""
+    names = {"__name__": "__main__"}
+    execute(text, names)
     return names[name]
 
 

@@ -85,7 +85,8 @@ def test_a_dataset_of_torch(tmp_path):
         (lambda: keel.Arrays(IMAGES, LABELS, IMAGES[:, :1], LABELS), "x_test"),
         (lambda: keel.Arrays(IMAGES[0, 0], LABELS), "x_train is float32 [30, 36]"),
         (lambda: keel.Arrays(IMAGES * np.nan, LABELS), "x_train has values"),
-        (lambda: arrays_of(3), "expected keel.Arrays"),
+        (lambda: arrays_of(3), "int"),
+        (lambda: arrays_of((IMAGES, LABELS)), "ndarray and ndarray"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(arrays, named):

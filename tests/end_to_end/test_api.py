@@ -1,4 +1,4 @@
-"""`import keel`: runs started and read from Python, and the notebook that shows it."""
+"""`import keel`: runs started and read from Python, and the notebooks that show it."""
 
 import json
 import logging
@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
+from own_fixtures import execute
 from run_fixtures import final_model, history_of, same_bits, without_pictures
 
 import keel
 from protocol.options import ConfigError
 
 root = Path(__file__).parent.parent.parent
-notebook = root / "docs" / "keel-in-a-notebook.ipynb"
+OWN = ("method", "model", "partition")
 SMALL = {"data-fraction": 0.4, "model": "cnn-fedreco", "num-rounds": 2, "lr": 0.05}
 
 
@@ -233,13 +234,20 @@ def test_a_run_or_a_function_that_is_not_there_is_named(home):
         keel.runn  # noqa: B018
 
 
-def test_the_notebook_runs(home, monkeypatch):
+@pytest.mark.parametrize("name", ["keel-in-a-notebook.ipynb", "own-code-in-a-notebook.ipynb"])
+def test_a_notebook_runs(name, home, monkeypatch):
     monkeypatch.setattr("matplotlib.pyplot.show", lambda: None)
-    content = json.loads(notebook.read_text())
+    content = json.loads((root / "docs" / name).read_text())
     assert content["nbformat"] == 4
     cells = [cell for cell in content["cells"] if cell["cell_type"] == "code"]
-    assert len(cells) >= 5
     assert all(cell["outputs"] == [] for cell in cells)
-    names = {}
+    names = {"__name__": "__main__"}
     for cell in cells:
-        exec(compile("".join(cell["source"]), notebook.name, "exec"), names)
+        execute("".join(cell["source"]), names)
+    assert keel.load_run().state == "finished"
+    if name.startswith("own"):
+        run = names["run"]
+        assert [run.config[key].partition(":")[0] for key in OWN] == ["own"] * len(OWN)
+        assert run.config["source"].startswith("npz:")
+        assert run.history["score/global.top2"].iloc[-1] > 0.6
+        assert len(run.client_data("even").train.labels) == len(names["partition"]["even"])
