@@ -16,7 +16,7 @@ from protocol.config import app_folder
 
 limit_s = 300  # for one round
 LOOPBACK_CLIENTS = 2
-LOOPBACK_KEYS = SMALL | {
+LOOPBACK_KEYS = {key: value for key, value in SMALL.items() if key != "lr"} | {  # has its own
     "method": "fedreco",
     "fedreco.eta-0": 0.5,
     "local-test-fraction": 0.2,

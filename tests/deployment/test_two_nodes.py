@@ -24,6 +24,8 @@ from server_app.inline import run_inline
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 NUM_CLIENTS = 5
+PERSONAL = {key: value for key, value in SMALL.items() if key != "lr"}  # fedreco has its own
+PERSONAL |= {"method": "fedreco", "local-test-fraction": 0.2}
 STATEFUL = SMALL | {"method": "moon", "local-test-fraction": 0.2, "num-rounds": 3}
 packages = (
     "client_app",
@@ -67,7 +69,7 @@ def assert_as_inline(folder, keys, base):
     [
         pytest.param(STATEFUL | {"server-optimizer": "fedadam"}, id="objective with state"),
         pytest.param(SMALL | {"method": "scaffold"}, id="extra"),
-        pytest.param(SMALL | {"method": "fedreco", "local-test-fraction": 0.2}, id="personal"),
+        pytest.param(PERSONAL, id="personal"),
         pytest.param(SMALL | {"method": "fedpac", "local-test-fraction": 0.2}, id="own extras"),
     ],
 )
