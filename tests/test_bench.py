@@ -8,7 +8,10 @@ import pytest
 
 from protocol.config import app_folder
 
-PARTS = {"bare": 2, "steps": 1, "clients": 2, "memory": 1, "deployment": 1, "gpu": 2}  # rows
+PARTS = {  # rows
+    **{"bare": 2, "steps": 1, "own": 2},
+    **{"clients": 2, "memory": 1, "deployment": 1, "gpu": 2},
+}
 
 
 @pytest.mark.slow

@@ -2,10 +2,11 @@
 
     python -m tools.bench [PART ...] [--quick] [--out bench]
 
-bare: W1 and W2 beside two bare processes. steps: FedCKA's training step over FedAvg's. clients:
-100,000 clients over 100. memory: the server's peak with ResNet-50. deployment: seconds of a
-deployed round. gpu: recorded steps over eager ones. Default: all but gpu. Fashion-MNIST is read
-from Keel's home. Writes OUT.json and OUT.md after each row.
+bare: W1 and W2 beside two bare processes. steps: FedCKA's training step over FedAvg's. own: a
+network of one's own over the same one of Keel's. clients: 100,000 clients over 100. memory: the
+server's peak with ResNet-50. deployment: seconds of a deployed round. gpu: recorded steps over
+eager ones. Default: all but gpu. Fashion-MNIST is read from Keel's home. Writes OUT.json and
+OUT.md after each row.
 """
 
 import argparse

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import keel
 from tools.bench.runs import (
@@ -80,6 +82,38 @@ def steps(sizes: Sizes) -> Iterator[Row]:
         for method, seconds in spent.items():
             seconds.append(inline_cpu_s({**common, "method": method}, 1, rounds))
     yield ratio("cnn-fedcka: fedcka / fedavg", *(min(s[1:]) for s in spent.values()))
+
+
+class LeNet(nn.Module):
+    """The layers of cnn-fedreco for 3 x 32 x 32, as one would write them without Keel."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(3, 6, 5), nn.Conv2d(6, 16, 5)
+        self.fc1, self.fc2 = nn.Linear(400, 120), nn.Linear(120, 84)
+        self.out = nn.Linear(84, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 3, 32, 32] -> [B, num_classes]."""
+        x = F.relu(F.max_pool2d(self.conv1(x), 2))
+        x = F.relu(F.max_pool2d(self.conv2(x), 2)).flatten(1)
+        logits: Tensor = self.out(F.relu(self.fc2(F.relu(self.fc1(x)))))
+        return logits
+
+
+def own(sizes: Sizes) -> Iterator[Row]:
+    """A network of one's own over the built-in one of the same layers, as `steps` measures."""
+    num, rounds = (128, 1) if sizes.is_quick else (1280, 5)
+    common: Keys = {"source": random_source(num), "partition": "iid", "batch-size": 128}
+    common |= {"local-epochs": 1 if sizes.is_quick else 10, "evaluate-every": 1000}
+    common |= {"device": "cpu", "threads": 1}
+    for method in ("fedavg", "fedcka"):
+        spent: dict[str, list[float]] = {"tools.bench.parts:LeNet": [], "cnn-fedreco": []}
+        for _ in range(2 if sizes.is_quick else 1 + sizes.repetitions):
+            for model, seconds in spent.items():
+                keys = {**common, "method": method, "model": model}
+                seconds.append(inline_cpu_s(keys, 1, rounds))
+        yield ratio(f"{method}: own network / cnn-fedreco", *(min(s[1:]) for s in spent.values()))
 
 
 def clients(sizes: Sizes) -> Iterator[Row]:
@@ -166,9 +200,9 @@ def ratio(what: str, one_s: float, other_s: float) -> Row:
 
 
 PARTS: dict[str, Callable[[Sizes], Iterator[Row]]] = {
-    part.__name__: part for part in (bare, steps, clients, memory, deployment, gpu)
+    part.__name__: part for part in (bare, steps, own, clients, memory, deployment, gpu)
 }
-ON_A_CPU = ("bare", "steps", "clients", "memory", "deployment")
+ON_A_CPU = ("bare", "steps", "own", "clients", "memory", "deployment")
 
 
 def machine() -> Row:

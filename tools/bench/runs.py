@@ -21,6 +21,9 @@ import numpy as np
 
 import keel
 from protocol.config import keel_home
+from server_app.history import Line
+from server_app.inline import run_inline
+from server_app.observers import RunObserver
 
 Keys = dict[str, str | int | float]
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,16 +148,24 @@ def bare_rounds(method: str, source: str, num_processes: int, rounds: int) -> li
     return [Cost(float(wall), float(cpu)) for wall, cpu, _ in lines[1:]]
 
 
+class CpuClock(RunObserver):
+    """The processor seconds that this process has spent at the end of each round."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def on_round(self, line: Line) -> None:
+        """Note them."""
+        self.at.append(time.process_time())
+
+
 def inline_cpu_s(keys: Keys, num_clients: int, rounds: int) -> float:
-    """Processor seconds of a round of the inline engine after the first, without the start."""
-    spent = []
-    for num_rounds in (1, 1 + rounds):
-        with tempfile.TemporaryDirectory(prefix="keel-bench-") as folder:
-            started = time.process_time()
-            run_keys = {**keys, "output-dir": folder, "num-rounds": num_rounds}
-            keel.run(run_keys, clients=num_clients, quiet=True)
-            spent.append(time.process_time() - started)
-    return (spent[1] - spent[0]) / rounds
+    """Median processor seconds of a round of the inline engine after the first."""
+    clock = CpuClock()
+    with tempfile.TemporaryDirectory(prefix="keel-bench-") as folder:
+        run_keys = {**keys, "output-dir": folder, "num-rounds": 1 + rounds}
+        run_inline(run_keys, num_clients, [clock])
+    return statistics.median(b - a for a, b in itertools.pairwise(clock.at))
 
 
 def inline_training_s(keys: Keys, num_clients: int) -> float:
