@@ -228,7 +228,18 @@ class ObjectiveLoss:
             terms = {"supervised": objective.supervised(batch)}
             if self.has_penalty and type(objective).penalty is not LocalObjective.penalty:
                 terms["penalty"] = objective.penalty(batch)
+            check_scalars(objective, terms)
             return terms | server_optimizer_terms(ctx, model)
+
+
+def check_scalars(objective: LocalObjective, terms: Mapping[str, Any]) -> None:
+    """TypeError naming the function of an objective that returned something else than a scalar."""
+    for name, term in terms.items():
+        if not isinstance(term, Tensor) or term.numel() != 1:
+            found = f"{list(term.shape)}" if isinstance(term, Tensor) else repr(term)
+            raise TypeError(
+                f"{type(objective).__name__}.{name} returned {found:.80}: expected a scalar tensor"
+            )
 
 
 def is_at_limit(objective: LocalObjective) -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 from client_app.methods import method_of
 from client_app.methods.fedlc import margins
 from client_app.methods.fedproc import prototype_contrast
-from client_app.objective import frozen_representations
+from client_app.objective import LocalObjective, frozen_representations, minimise
 
 # --- the previous model ---------------------------------------------------------------------------
 
@@ -134,3 +134,17 @@ def test_local_training_goes_on_from_its_own_model():
     assert_same_bits(first.state["model"], train(alone, received=initial(alone)).arrays)
     again = train(alone, number=2, received=first.state["model"])
     assert_same_bits(second.state["model"], again.arrays)
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("value", "found"), [(0.0, "0.0"), (torch.zeros(3), "[3]")])
+def test_a_penalty_that_is_no_scalar_is_named(value, found):
+    class Mine(LocalObjective):
+        def penalty(self, batch):
+            return value
+
+    with pytest.raises(TypeError) as error:
+        minimise(Mine(), make_round(make_config()))
+    assert f"Mine.penalty returned {found}" in str(error.value)
