@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keel.cli.list_runs import row_of
-from keel.experiments.measure import CURVES, check_curve_name
+from keel.curve_names import CURVES, check_curve_name
 from keel.saved_runs import NOT_A_SETTING, SavedRun, all_runs, differing_keys, find_run, uses
 from protocol.config import default_config, refuse_unknown
 from server_app.history import CURVES as ACCURACIES

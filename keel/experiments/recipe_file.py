@@ -19,7 +19,8 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from keel.experiments.measure import Take, check_curve_name, parse_take
+from keel.curve_names import check_curve_name
+from keel.experiments.measure import Take, parse_take
 from protocol.config import default_config
 from protocol.options import OptionValue, did_you_mean
 

@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from client_app.machine import machine
 from client_app.setup import device_or_cpu
-from keel.experiments.measure import CURVES
+from keel.curve_names import CURVES
 from keel.experiments.runs import machines_of
 from protocol.config import default_config
 from protocol.files import digest

@@ -159,7 +159,8 @@ def test_a_resumed_run_has_the_numbers_of_one_that_was_not_interrupted(run):
     whole = run({"num-rounds": 3, "diagnostics": "all"})
     resumed = resume(run({"num-rounds": 2, "diagnostics": "all"}), num_rounds=3)
     assert without_times(RunReader(resumed).history) == without_times(RunReader(whole).history)
-    assert list(RunReader(resumed).clients()) == list(RunReader(whole).clients())
+    in_clients = [without_times(list(RunReader(each).clients())) for each in (resumed, whole)]
+    assert in_clients[0] == in_clients[1]
 
 
 @pytest.mark.parametrize("method", ["fedreco", "local", "fedpac", "ditto"])
