@@ -22,8 +22,8 @@ from protocol.files import private_files, write_atomically
 Key = dict[str, Any]
 # Folders that network drives, archives and systems add, with thumbnails or deleted files.
 SYSTEM_FOLDERS = frozenset(
-    ("@eadir", "@tmp", "@recycle", "@recently-snapshot", "#recycle", "#snapshot", "__macosx",
-     "$recycle.bin", "system volume information", "lost+found", "__pycache__")
+    ("@eadir", "@tmp", "@recycle", "@recently-snapshot", "@__thumb", "#recycle", "#snapshot",
+     "__macosx", "$recycle.bin", "system volume information", "lost+found", "__pycache__")
 )  # fmt: skip
 SYSTEM_FILES = frozenset(("thumbs.db", "ehthumbs.db", "ehthumbs_vista.db", "desktop.ini"))
 

@@ -4,13 +4,14 @@ import csv
 import os
 import unicodedata
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from data.cache import files_under, is_system
-from data.decoding import ImageFileError, RawSource, RawSplit
+from data.decoding import ImageFileError, RawSource, RawSplit, one_line
 from protocol.text import num_of, printable, shortened
 
 IMAGE_SUFFIXES = (
@@ -103,21 +104,54 @@ def _subfolder(file: str, folder: Path) -> str:
     return first if separator else ""
 
 
-def _label_columns(path: Path) -> list[str]:
-    """The columns of labels.csv; [] where there is none."""
+def _label_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """The columns and rows of labels.csv; none where there is no such file.
+
+    ValueError naming the file if it is no text in UTF-8.
+    """
     file = path / LABELS_FILE
     if not file.exists():
-        return []
-    with file.open(newline="", encoding="utf-8-sig") as opened:
-        return next(csv.reader(opened), [])
+        return [], []
+    try:
+        with file.open(newline="", encoding="utf-8-sig") as opened:
+            table = csv.DictReader(opened, restval="")
+            rows = [row | {"path": _normal(row["path"])} for row in table if "path" in row]
+            return list(table.fieldnames or ()), rows
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{file}: not a table in UTF-8: {one_line(error)}") from error
+
+
+def _contradictions(
+    file: Path, rows: list[dict[str, str]], class_names: Sequence[str]
+) -> Iterator[str]:
+    """A line if the column `label` names another class than the folder of an image."""
+    wrong = [
+        (row["path"], folder, label)
+        for row in rows
+        if (label := row.get("label", "").strip()) in class_names
+        and (folder := "".join(Path(row["path"]).parts[1:2])) != label
+    ]
+    if wrong:
+        image, folder, label = map(printable, wrong[0])
+        yield (
+            f"{file}: {num_of('image has', wrong, 'images have')} another label than the folder, "
+            f"which decides: {image} is in {folder}, its label is {label}"
+        )
+
+
+def _normal(path: str) -> str:
+    return os.path.normpath(path.strip().replace("\\", "/"))
 
 
 def grouped_folder(path: Path, column: str, raw: RawSource) -> RawSource:
     """The groups in a column of labels.csv, which has a row for each image.
 
-    column: "" adds a note if there is such a column.
+    column: "" adds a note if there is such a column. So does a column `label` that contradicts the
+    folders, which decide. ValueError naming an image with two groups.
     """
-    file, found = path / LABELS_FILE, _label_columns(path)
+    file = path / LABELS_FILE
+    found, rows = _label_table(path)
+    raw.notes.extend(_contradictions(file, rows, raw.class_names))
     if not column:
         if others := [each for each in found if each not in ("path", "label")]:
             raw.notes.append(
@@ -130,11 +164,13 @@ def grouped_folder(path: Path, column: str, raw: RawSource) -> RawSource:
             f"group-by = {column!r}: {file} has no column {min(lacks)!r}: it has "
             f"{', '.join(found) or 'none'}"
         )
-    with file.open(newline="", encoding="utf-8-sig") as opened:
-        group_of = {
-            os.path.normpath(row["path"].replace("\\", "/")): row[column]
-            for row in csv.DictReader(opened)
-        }
+    group_of: dict[str, str] = {}
+    for row in rows:
+        image, group = row["path"], row[column].strip()
+        if group_of.setdefault(image, group) != group:
+            raise ValueError(
+                f"group-by = {column!r}: {file}: {image} is in {group_of[image]!r} and in {group!r}"
+            )
 
     def groups_of(split: RawSplit) -> RawSplit:
         found = [group_of.get(os.path.relpath(image, path)) for image in split.images]

@@ -13,6 +13,7 @@ import numpy as np
 from data.decoding import RawSource
 from protocol.text import num_of, printable
 
+LARGEST_FLOAT = 20  # normalised pixels are below
 Place = tuple[int, int]  # (0 in train or 1 in test, number of the image there)
 
 
@@ -34,8 +35,8 @@ def notes_on_names(names: Iterable[str]) -> list[str]:
 def notes_on_images(raw: RawSource, images: Sequence[np.ndarray]) -> list[str]:
     """A line for images of one colour, for those in train and test, and for those in two classes.
 
-    images: uint8 [N, C, H, W], as decoded, of train and test. Images of one colour are not counted
-    as the same.
+    And for files with several images, and for floats that cannot have 1.0 as white. images: [N, C,
+    H, W], as decoded, of train and test. Images of one colour are not counted as the same.
     """
     blank, places = list[Place](), dict[bytes, list[Place]]()
     for part, array in enumerate(images):
@@ -56,6 +57,22 @@ def notes_on_images(raw: RawSource, images: Sequence[np.ndarray]) -> list[str]:
         return int(splits[part].labels[i])
 
     notes = []
+    stacks = [
+        (part, i)
+        for part, split in enumerate(splits)
+        for i in range(len(split.labels))
+        if split.num_frames(i) > 1
+    ]
+    if stacks:
+        notes.append(
+            f"{num_of('file has', stacks, 'files have')} several images, of which the first is "
+            f"read, as {name(stacks[0])}"
+        )
+    if images[0].dtype == np.float32 and (largest := float(images[0].max()) / 255) > LARGEST_FLOAT:
+        notes.append(
+            f"{raw.train.array} has floats up to {largest:g}, and 1.0 counts as white: divide them "
+            "by what is white if pictures are to be predicted"
+        )
     if blank:
         of = f"{len(blank)} of {num_of('image', sum(map(len, images)))}"
         are = "is" if len(blank) == 1 else "are"

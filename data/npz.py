@@ -40,7 +40,7 @@ def read_npz(path: Path) -> RawSource:
     if "classes" in arrays:
         try:
             names = label_names(np.atleast_1d(arrays["classes"]).tolist())
-        except ConfigError as error:
+        except (ConfigError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}: {error}") from error
     if not 0 < len(names) <= MAX_CLASSES:
         raise ValueError(f"{path}: {len(names)} classes; expected 1 to {MAX_CLASSES}")
@@ -101,7 +101,7 @@ def label_names(texts: Sequence[object]) -> dict[str, str]:
 
     ValueError for a name that is empty or there twice.
     """
-    given = [str(text).strip() for text in texts]
+    given = [(text.decode() if isinstance(text, bytes) else str(text)).strip() for text in texts]
     labels = [str(label) for label in range(len(given))]
     if all("=" in text for text in given):
         labels, given = ([text.partition("=")[i].strip() for text in given] for i in (0, 2))

@@ -64,6 +64,9 @@ def unused_keys(config: RunConfig) -> dict[str, str]:
             found[key] = f"aggregation is {rounds.aggregation}"
     if rounds.norm_bound == "off":
         found["norm-bound-value"] = "norm-bound is off"
+    if method.shared_part == "nothing":
+        for key in ("weighting", "max-weight-share", "norm-bound", "norm-bound-value"):
+            found[key] = f"{rounds.method} sends nothing"
     if not rounds.diagnostics:
         found["diagnostics-every"] = "diagnostics is empty"
     if not config.privacy.epsilon:

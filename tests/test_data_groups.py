@@ -93,6 +93,26 @@ def test_what_labels_csv_lacks_is_named(load, tmp_path):
     assert "group-by" in rejected(load, "digits", group_by="patient")
 
 
+def test_an_image_with_two_groups_and_another_encoding_are_refused(load, tmp_path):
+    spec = patients(tmp_path / "mine", test=(4, 5))
+    labels = tmp_path / "mine/labels.csv"
+    text = labels.read_text()
+    labels.write_text(text + "./train/mass/00_0.png,mass,p07\n")
+    assert "train/mass/00_0.png" in rejected(load, spec, group_by="patient")
+    labels.write_bytes(text.replace("p07", "pé7").encode("latin-1"))
+    assert "labels.csv" in rejected(load, spec, group_by="patient")
+
+
+@pytest.mark.parametrize("group_by", ["", "patient"])
+def test_a_label_that_contradicts_the_folder_is_noted(load, tmp_path, group_by):
+    spec = patients(tmp_path / "mine", test=(4, 5))
+    labels = tmp_path / "mine/labels.csv"
+    labels.write_text(labels.read_text().replace("02_1.png,mass", "02_1.png,normal"))
+    source = load(spec, group_by=group_by)
+    assert any("train/mass/02_1.png" in note for note in source.notes)
+    assert (source.train.labels == 0).sum() == 42  # of 14 patients: the folder decides
+
+
 def test_a_column_that_is_not_used_is_noted(load, tmp_path):
     spec = patients(tmp_path / "mine", test=(4, 5))
     [note] = load(spec).notes

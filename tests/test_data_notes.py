@@ -48,6 +48,22 @@ def test_blank_images_are_counted_and_are_no_duplicates(load, tmp_path):
     assert "x_train[1]" in note
 
 
+def test_a_file_of_which_one_image_is_read(load, tmp_path):
+    root = tmp_path / "mine"
+    make_folder(root, random_images(8, 30, 30))
+    pages = [Image.fromarray(pixels) for pixels in random_images(3, 30, 30, seed=9)]
+    pages[0].save(root / "train/ant/stack.tif", save_all=True, append_images=pages[1:])
+    assert any("stack.tif" in note for note in load(f"folder:{root}").notes)
+
+
+def test_floats_that_count_white_as_something_else_than_1(load, tmp_path):
+    x = random_images(6, 28, 30, 3, seed=5).astype(np.float32)
+    x_test = random_images(3, 28, 30, 3, seed=6).astype(np.float32)
+    assert load(make_npz(tmp_path / "a.npz", x_train=x / 255, x_test=x_test / 255)).notes == ()
+    [note] = load(make_npz(tmp_path / "b.npz", x_train=x, x_test=x_test)).notes
+    assert "x_train" in note
+
+
 def test_names_that_differ_in_case_or_unicode_form_alone(load, tmp_path):
     images = random_images(8, 30, 30)
     names = (
@@ -69,7 +85,7 @@ def test_folders_of_systems_are_ignored_and_subfolders_are_counted(load, tmp_pat
     spec = make_folder(root := tmp_path / "mine", images)
     for system in (
         "train/@eaDir", "train/__MACOSX/ant", "train/bee/@eaDir/1.png", "train/bee/.thumbnails",
-        "test/#recycle", "train/ant/$RECYCLE.BIN",
+        "test/#recycle", "train/ant/$RECYCLE.BIN", "train/bee/@__thumb",
     ):  # fmt: skip
         save_image(root / system / "thumb.png", images[0])
     (root / "train/ant/Thumbs.db").write_bytes(b"thumbnails")

@@ -98,7 +98,8 @@ def test_an_npz_file_without_names_takes_part_only_where_they_are_given(
 
 
 @pytest.mark.parametrize(
-    "classes", [["cat", "dog", "eel"], ["0=cat", "1=dog"], ["1=dog", "0=cat", "7=yak"]]
+    "classes",
+    [["cat", "dog", "eel"], [b"cat", b"dog"], ["0=cat", "1=dog"], ["1=dog", "0=cat", "7=yak"]],
 )
 def test_the_names_may_stand_in_the_file(tmp_path, classes):
     spec = npz(tmp_path / "b.npz", [(0, 0), (1, 1)], classes=np.array(classes))

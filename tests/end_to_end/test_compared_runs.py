@@ -332,6 +332,8 @@ def test_a_run_whose_schedule_depends_on_its_length_cannot_be_made_longer():
         ({"norm-bound": "median", "norm-bound-value": 1.0}, []),
         ({"num-malicious": 2}, ["num-malicious"]),
         ({"aggregation": "median", "weighting": "examples"}, ["weighting"]),
+        ({"method": "local", "weighting": "uniform"}, ["weighting"]),
+        ({"method": "local", "norm-bound": "median"}, ["norm-bound"]),
         ({"aggregation": "trimmed-mean", "trim-fraction": 0.4}, []),
         ({"privacy.clip-norm": 2.0}, ["privacy.clip-norm"]),
         ({"diagnostics-every": 2}, ["diagnostics-every"]),
