@@ -58,7 +58,8 @@ def one_class_warnings(
 ) -> Iterator[str]:
     """Where each client's accuracy of the global model is the share of one class on its test part.
 
-    line: the last of clients.jsonl.
+    And where no personal model is above the share of the largest class there. line: the last of
+    clients.jsonl.
     """
     counts = {e.client: e.test_label_counts for e in roster if any(e.test_label_counts)}
     scores = {c: score for c, score in line.get("local_global", {}).items() if c in counts}
@@ -70,3 +71,13 @@ def one_class_warnings(
                 f"{num_of('client', scores)} is the share of the class {name!r} there: it may "
                 "predict nothing else"
             )
+    largest = {
+        client: max(counts[client]) / sum(counts[client])
+        for client in line.get("personal", ())
+        if sum(map(bool, counts.get(client, ()))) > 1  # with one class, all right is the share too
+    }
+    if largest and all(line["personal"][c] <= share + 1e-9 for c, share in largest.items()):
+        yield (
+            f"the personal models' accuracy on the test part of each of "
+            f"{num_of('client', largest)} is not above the share of its largest class"
+        )

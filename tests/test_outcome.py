@@ -60,6 +60,12 @@ def test_the_same_is_seen_where_only_clients_have_test_images(run, majority):
     assert "'benign'" in warning or "'mass'" in warning
 
 
+def test_personal_models_that_are_not_above_the_share_of_the_largest_class(run, majority):
+    keys = {"method": "local", "local-test-fraction": 0.5}
+    [warning] = summary_of(run(short | majority | keys, 2))["warnings"]
+    assert "personal" in warning
+
+
 def test_a_client_that_never_took_part_is_named_also_in_the_last_line(run, monkeypatch):
     train = METHODS["fedavg"].train
 
