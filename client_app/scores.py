@@ -115,7 +115,8 @@ def measured(
     values, faults = dict[str, float](), dict[str, str]()
     for name, function in functions.items():
         try:
-            value = float(function(probabilities, labels))
+            # copies: a function may write to what it gets
+            value = float(function(probabilities.copy(), labels.copy()))
         except Exception as error:  # a user's function may raise anything
             faults[name] = in_one_line(f"raised {type(error).__name__}: {error}")
             continue

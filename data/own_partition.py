@@ -7,7 +7,7 @@
 Samples may be left out, but none may be at two clients. Nothing here imports torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,9 @@ from protocol.code import place_of
 from protocol.options import ConfigError
 from protocol.own_code import Own
 from protocol.text import check_client_name, num_of
+
+EXPECTED = "expected a dict from clients to samples, or a list of each client's samples"
+INDICES = "expected indices of training samples, integers from 0"
 
 
 def refused(own: Own, what: str) -> ConfigError:
@@ -31,8 +34,9 @@ def value_of(own: Own) -> Any:
     except ValueError as error:
         raise refused(own, str(error)) from error
     if not callable(value) and not isinstance(value, Mapping | list | tuple):
-        expected = "expected a dict from clients to samples, a list, or a function that returns one"
-        raise refused(own, f"is a {type(value).__name__}: {expected}")
+        raise refused(
+            own, f"is a {type(value).__name__}: {EXPECTED}, or a function that returns it"
+        )
     return value
 
 
@@ -50,10 +54,13 @@ def own_parts(own: Own, labels: np.ndarray, num_clients: int, seed: int) -> Part
     value = value_of(own)
     if callable(value):
         try:
-            value = value(labels, num_clients, seed)
+            value = value(labels.copy(), num_clients, seed)  # it may write to them
         except Exception as error:  # a user's function may raise anything
             place = place_of(value)
             raise refused(own, f"{place} raised {type(error).__name__}: {error}") from error
+        if not isinstance(value, Iterable):
+            returned = f"{place_of(own.value)} returned a {type(value).__name__}"
+            raise refused(own, f"{returned}: {EXPECTED}")
     names = tuple(map(str, value)) if isinstance(value, Mapping) else ()
     found = list(value.values() if isinstance(value, Mapping) else value)
     if len(found) != num_clients:
@@ -70,10 +77,15 @@ def own_parts(own: Own, labels: np.ndarray, num_clients: int, seed: int) -> Part
     owners = np.full(len(labels), -1)
     for number, samples in enumerate(found):
         name = names[number] if names else f"client-{number:04d}"
-        indices = np.asarray(samples)
-        if indices.ndim != 1 or indices.size == 0 or indices.dtype.kind not in "iu":
-            what = f"has {indices.dtype} {list(indices.shape)}: expected numbers of samples, [n]"
-            raise refused(own, f"{name} {what}")
+        try:
+            indices = np.asarray(samples)
+        except ValueError as error:  # lists of different lengths
+            raise refused(own, f"{name} has lists in its list: {INDICES}") from error
+        if indices.size == 0:
+            raise refused(own, f"{name} has no samples: {INDICES}")
+        if indices.ndim != 1 or indices.dtype.kind not in "iu":
+            what = f"has {indices.dtype} {list(indices.shape)}"
+            raise refused(own, f"{name} {what}: {INDICES}")
         beyond = indices[(indices < 0) | (indices >= len(labels))]
         if len(beyond):
             what = f"has the sample {beyond[0]}: expected 0 to {len(labels) - 1}"

@@ -6,6 +6,7 @@ import numpy as np
 
 from keel.saved_runs import SavedRun
 from protocol.options import did_you_mean
+from protocol.text import num_of, shortened
 
 WHITE = np.float32(255)  # times the user's floats
 
@@ -15,6 +16,11 @@ class Part(NamedTuple):
 
     images: np.ndarray
     labels: np.ndarray
+
+    def __repr__(self) -> str:
+        """The number of images, their type and shape."""
+        shape = " x ".join(map(str, self.images.shape[1:]))
+        return f"Part({num_of('image', len(self.labels))}, {self.images.dtype} {shape})"
 
 
 class ClientData(NamedTuple):
@@ -36,7 +42,8 @@ def client_data(run: SavedRun, client: str) -> ClientData:
     nodes = (simulated_node(config, number, num) for number in range(num))
     by_name = {node.get("name", f"client-{node['partition-id']:04d}"): node for node in nodes}
     if client not in by_name:
-        raise ValueError(f"client = {client!r}: the run has none{did_you_mean(client, by_name)}")
+        expected = f"expected one of {shortened(list(by_name))}{did_you_mean(client, by_name)}"
+        raise ValueError(f"client = {client!r}: {expected}")
     spec = dataset_spec_of(config, open_source(config))
     train, test = own_splits(config, spec, by_name[client])
     train_part, test_part = (

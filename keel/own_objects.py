@@ -60,6 +60,9 @@ def scores_of(value: Any) -> dict[str, Own | None]:
     found: dict[str, Own | None] = {}
     for name, each in named:
         if isinstance(each, str):
+            if name not in ("", each):
+                what = f"metrics: {name!r}: {each!r} keeps its name: expected {each!r}: {each!r}"
+                raise ConfigError("metrics", what)
             found[each] = None
             continue
         own = own_code_of("metrics", each, str(name))
@@ -69,6 +72,9 @@ def scores_of(value: Any) -> dict[str, Own | None]:
                 f"metrics: {name or each!r}: expected names of letters, digits and _, each with a "
                 "function of (probabilities [N, C], labels [N])",
             )
+        if own.spec in found:
+            what = f"metrics: two functions are called {own.spec.removeprefix('own:')}"
+            raise ConfigError("metrics", f"{what}: expected a dict from names to functions")
         found[own.spec] = own
     return found
 

@@ -33,6 +33,7 @@ class Terminal(logging.Handler):
         self.last_round = self.num_done = 0
         self.created = self.begun = time.monotonic()
         self.summary: Mapping[str, Any] = {}
+        self.warned: set[str] = set()  # shown since the last round
         self.resume_command = ""  # of a resumed run, or of one on a deployment
         self.bar = Progress(
             TextColumn("{task.description}"),
@@ -62,6 +63,7 @@ class Terminal(logging.Handler):
         is_error = record.name == "keel.client" and record.levelno >= logging.ERROR
         if is_error and not getattr(record, "is_withheld", False):
             return
+        self.warned.add(record.getMessage())
         self.print(f"[yellow]{record.levelname.lower()}:[/] {escape(record.getMessage())}")
 
     def print(self, line: str, markup: bool = True) -> None:
@@ -108,6 +110,7 @@ class Terminal(logging.Handler):
     def on_round(self, line: Mapping[str, Any]) -> None:
         """Print the round's line and the time left, from the mean of the rounds so far."""
         self.last_round, self.num_done = line["round"], self.num_done + 1
+        self.warned.clear()
         elapsed_s = time.monotonic() - self.begun
         left = duration(elapsed_s / self.num_done * (self.num_rounds - self.last_round)) + " left"
         is_last = self.last_round >= self.num_rounds
@@ -125,7 +128,8 @@ class Terminal(logging.Handler):
             best, final = 100 * row["best"], 100 * row["final"]
             self.print(f"[bold]{row['what']}[/]: {final:.2f} %, best {best:.2f} %")
         for text in self.summary.get("warnings", []):
-            self.print(f"[yellow]warning[/]: {escape(text)}")
+            if text not in self.warned:
+                self.print(f"[yellow]warning[/]: {escape(text)}")
         if self.directory:
             name = escape(SavedRun(self.directory).reference)
             elapsed = duration(time.monotonic() - self.created)

@@ -35,6 +35,8 @@ def runs(folder: str | Path = "", **keys: Any) -> "pd.DataFrame":
     """
     import pandas as pd
 
+    if folder and not Path(folder).expanduser().is_dir():
+        raise ValueError(f"{folder}: no such folder")
     wanted: dict[str, list[Any]] = {}
     for name, value in keys.items():
         key = name if name in default_config() else name.replace("_", "-")

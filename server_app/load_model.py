@@ -35,6 +35,7 @@ from server_app.run_reader import MODEL_FILE, RunReader
 log = logging.getLogger("keel.server")
 
 IMAGES_AT_A_TIME = 100
+FAR_FROM_USUAL = 16  # times what is usual: floats up to 255 of a model whose white is 1.0
 OWN_STATE = "state/own/"  # prefix in a checkpoint of the state of the method's server half
 
 
@@ -103,6 +104,10 @@ class TrainedModel:
         if own not in (1, channels):
             found = num_of("channel", own)
             raise ValueError(f"images have {found}, those of the model {channels}")
+        usual = max(m + s for m, s in zip(self.pixels.mean, self.pixels.std, strict=True))
+        if is_float and x.size and x.max() > FAR_FROM_USUAL * max(usual, 1):
+            text = "the images reach %g, those of training %.2g on average: is 1.0 white in them?"
+            log.warning(text, x.max(), max(self.pixels.mean))
         parts = []
         for start in range(0, max(len(x), 1), IMAGES_AT_A_TIME):
             some = x[start : start + IMAGES_AT_A_TIME]

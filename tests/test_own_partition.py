@@ -44,6 +44,8 @@ def test_samples_and_names_are_the_dicts():
         ({"x": [1], "y": [-1]}, "partition", "y has the sample -1"),
         ({"x": [1], "y": []}, "partition", "y has"),
         ({"x": [1], "y": [0.5]}, "partition", "y has float64"),
+        ({"x": [1], "y": [[2, 3], [4]]}, "partition", "y has"),
+        (cell("def f(labels, num_clients, seed):\n    pass\n", "f"), "partition", "f (<cell"),
         ({"x": [1], "a/b": [2]}, "partition", "a/b"),
         ({"x": [1]}, "num-clients", "1 client"),
         (3, "partition", "is a int"),
@@ -60,6 +62,16 @@ def test_what_is_wrong_is_refused_in_one_line(value, key, named):
     assert refused.value.key == key
     assert named in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_function_that_writes_to_the_labels_changes_no_data():
+    text = """def f(labels, num_clients, seed):
+    labels.sort()
+    return [range(20), range(20, 40)]
+"""
+    kept = LABELS.copy()
+    parts_of(cell(text, "f"))
+    assert np.array_equal(kept, LABELS)
 
 
 def test_a_json_file_is_kept_by_value(tmp_path):
