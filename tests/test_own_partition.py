@@ -14,6 +14,7 @@ from protocol.config import resolve_config
 from protocol.options import ConfigError
 from protocol.own_code import own_of
 
+KEYS = {key: value for key, value in SMALL.items() if key != "alpha"}  # of dirichlet alone
 LABELS = np.arange(40) % 4
 SITES = {"site-b": list(range(0, 80)), "site-a": range(100, 160)}
 HALVES = """def halves(labels, num_clients, seed):
@@ -93,8 +94,7 @@ def run(tmp_path_factory):
 
 def trained(folder, partition, **keys):
     """A run with this partition."""
-    small = {key: value for key, value in SMALL.items() if key != "alpha"}
-    keys = small | {"output-dir": str(folder / "runs"), "method": "ditto", "num-rounds": 2} | keys
+    keys = KEYS | {"output-dir": str(folder / "runs"), "method": "ditto", "num-rounds": 2} | keys
     keys |= {"data-fraction": 1.0, "local-test-fraction": 0.2, "keep-state": True}
     return keel.run(keys, partition=partition, quiet=True)
 
@@ -141,6 +141,6 @@ def test_the_same_split_has_the_same_bits_and_resumes(run, tmp_path):
 
 
 def test_a_function_takes_any_number_of_clients(tmp_path):
-    keys = SMALL | {"output-dir": str(tmp_path), "num-rounds": 1, "data-fraction": 1.0}
+    keys = KEYS | {"output-dir": str(tmp_path), "num-rounds": 1, "data-fraction": 1.0}
     found = keel.run(keys, partition=cell(HALVES, "halves"), clients=4, quiet=True)
     assert sorted(e["client"] for e in roster_of(found)) == [f"client-000{i}" for i in range(4)]

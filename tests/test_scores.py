@@ -95,7 +95,7 @@ def run(tmp_path_factory):
     keys = SMALL | {"output-dir": str(folder), "method": "ditto", "local-test-fraction": 0.2}
     keys |= {"evaluate-clients": "all", "num-rounds": 2}
     metrics = {"top2": top2, "odd": cell(TEXT, "odd"), "bad": cell(TEXT, "raises")}
-    metrics |= {"f": "macro-f1"}
+    metrics |= {"macro-f1": "macro-f1"}
     return keel.run(keys, metrics=metrics, clients=2, quiet=True)
 
 
