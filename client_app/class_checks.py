@@ -19,6 +19,8 @@ def class_problems(cls: type[Method]) -> Iterator[str]:
     """What is wrong with the options, flags and functions of a method's class, a line each."""
     yield from declaration_problems(cls)
     yield from function_problems(cls)
+    if cls.train is Method.train:
+        yield f"{cls.__name__} has no train: write one, or derive from LocalObjective"
     if cls.server_half:
         yield from function_problems(cls.server_half)
 

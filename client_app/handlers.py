@@ -247,6 +247,9 @@ def train(message: Message, context: Context) -> RecordDict:
     method = method_of(request.config)
     with products(ctx.precision):
         update = method.train(ctx)
+        if not isinstance(update, Update):
+            found = f"{type(method).__name__}.train returned a {type(update).__name__}"
+            raise TypeError(f"{found}: expected a keel.Update")
     check_released(method, update, ctx)
     own_copy(update, ctx)
     metrics: dict[str, float] = {

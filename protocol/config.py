@@ -406,7 +406,7 @@ def validate(config: RunConfig) -> None:
     """
     rounds, model, epsilon = config.rounds, config.model, config.privacy.epsilon
     own = list(config.own)
-    refuse_unknown("method", rounds.method, [*method_names(), *own])
+    refuse_unknown("method", rounds.method, [*method_names(), *({rounds.method} & {*own})])
     refuse_unknown("server-optimizer", rounds.server_optimizer, list(SERVER_OPTIMIZERS))
     config.refuse_unknown_model("model", model.model)
     for name in config.client_models:
