@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from keel.cli.list_runs import row_of
 from keel.curve_names import CURVES, check_curve_name
-from keel.saved_runs import NOT_A_SETTING, SavedRun, all_runs, differing_keys, find_run, uses
+from keel.saved_runs import (
+    DATA_DIGEST,
+    NOT_A_SETTING,
+    SITE_COUNTS,
+    SavedRun,
+    all_runs,
+    differing_keys,
+    find_run,
+    setting_of,
+)
 from protocol.config import default_config, refuse_unknown
 from server_app.history import CURVES as ACCURACIES
 from server_app.history import curve, results_of, score_curves
@@ -31,7 +40,8 @@ def runs(folder: str | Path = "", **keys: Any) -> "pd.DataFrame":
 
     keys: config keys, with underscores for hyphens, that a run has to have: a value, or a list of
     values. Columns: name, directory, method, source, model, state, rounds, seed, the last value of
-    each curve, such as `personal.mean` and `global.macro-f1`, and the config keys that differ.
+    each curve, such as `personal.mean` and `global.macro-f1`, and the config keys and the
+    digests of data and own code that differ.
     """
     import pandas as pd
 
@@ -48,14 +58,14 @@ def runs(folder: str | Path = "", **keys: Any) -> "pd.DataFrame":
         for run in found
         if not run.fault and all(run.config.get(key) in values for key, values in wanted.items())
     ]
-    configs = [run.config for run in found]
+    settings = [setting_of(run) for run in found]
     shown = {"run", "directory", "method", "source", "model", "state", "rounds"}
-    differing = differing_keys(configs, NOT_A_SETTING | shown | {"num-rounds"})
+    differing = differing_keys(settings, NOT_A_SETTING | shown | {"num-rounds"})
     rows = []
-    for run in found:
+    for run, setting in zip(found, settings, strict=True):
         row = {key: value for key, value in row_of(run).items() if key in shown}
         row |= {"seed": run.config["seed"], **last_values(run)}
-        row |= {key: run.config[key] for key in differing if uses(run.config, key)}
+        row |= {key: setting[key] for key in differing if key in setting}
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -78,7 +88,7 @@ def saved(found: Any) -> list[SavedRun]:
 
 
 def bands(found: Sequence[SavedRun], by: Sequence[str], of: str, band: str) -> "Iterator[Band]":
-    """The curve `of` of each group of runs with equal values of the keys `by`."""
+    """The curve `of` of each group of runs with equal values of the keys `by` and one data set."""
     import pandas as pd
 
     from server_app.plots import Band
@@ -87,7 +97,7 @@ def bands(found: Sequence[SavedRun], by: Sequence[str], of: str, band: str) -> "
     groups: dict[str, list[SavedRun]] = {}
     for run in found:
         groups.setdefault(", ".join(str(run.config.get(k)) for k in by), []).append(run)
-    for label, group in groups.items():
+    for label, group in [each for item in groups.items() for each in by_data(*item)]:
         parts = {str(run.directory): dict(curve(run.history, key, name)) for run in group}
         table = pd.DataFrame({k: pd.Series(v) for k, v in parts.items() if v}).sort_index()
         if not len(table):
@@ -97,6 +107,16 @@ def bands(found: Sequence[SavedRun], by: Sequence[str], of: str, band: str) -> "
             spread = table.std(axis=1).fillna(0) if band == "std" else 0
             low, high = mean - spread, mean + spread
         yield Band(label, list(table.index), list(mean), list(low), list(high))
+
+
+def by_data(label: str, group: Sequence[SavedRun]) -> list[tuple[str, list[SavedRun]]]:
+    """The group, or its runs on each of several data sets, with the digest in the label."""
+    parts: dict[str, list[SavedRun]] = {}
+    for run in group:
+        setting = setting_of(run)
+        digests = [str(setting[k]) for k in (DATA_DIGEST, SITE_COUNTS) if setting.get(k)]
+        parts.setdefault(" ".join(digests), []).append(run)
+    return [(f"{label}, data {k}" if len(parts) > 1 else label, runs) for k, runs in parts.items()]
 
 
 def compare(
@@ -113,6 +133,7 @@ def compare(
         A table of `keel.runs`, or a list of Runs, paths or names.
     by
         The config keys whose values make a group, whose runs, such as other seeds, are averaged.
+        Runs on different data are groups of their own.
     of
         The curves: `global.accuracy`, `local_global.mean`, `personal.mean`, or a score such as
         `personal.macro-f1`. Each kind of score has its own axis. Default: the runs' accuracy.

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from data_fixtures import make_npz, random_images
 from run_fixtures import SMALL
 
 import keel
@@ -58,6 +59,20 @@ def test_a_comparison_draws_means_and_bands(folder, tmp_path):
     assert accuracy.get_legend().get_window_extent().x0 >= accuracy.get_window_extent().x1
     figure.savefig(tmp_path / "fig.pdf")
     assert (tmp_path / "fig.pdf").stat().st_size > 1000
+
+
+def test_runs_on_other_data_are_told_apart_and_are_not_averaged(tmp_path):
+    keys = SMALL | {"output-dir": str(tmp_path / "runs"), "num-rounds": 1, "model": "cnn-fedreco"}
+    keys |= {"data-fraction": 1.0, "min-samples": 1}
+    for seed in (0, 1):
+        y = np.array([0, 0, 0, 1, 1, seed])
+        x = random_images(6, 30, 30, seed=3)
+        spec = make_npz(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x + 1, y_test=y)
+        keel.run(keys | {"source": spec, "seed": seed}, clients=2, quiet=True)
+    runs = keel.runs(tmp_path / "runs")
+    assert runs["data digest"].nunique() == 2
+    [axis] = keel.compare(runs, by="method").axes
+    assert len(axis.get_legend().get_texts()) == 2
 
 
 @pytest.mark.parametrize(
