@@ -5,19 +5,23 @@ content of the source's files: copies of the same files, with other times, have 
 """
 
 import hashlib
+import io
 import json
 import os
 import re
 import shutil
 import stat
+import sys
 import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
+
 from data.decoding import ImageFileError
-from protocol.files import private_files, write_atomically
+from protocol.files import naming, private_files, write_atomically
 
 Key = dict[str, Any]
 # Folders that network drives, archives and systems add, with thumbnails or deleted files.
@@ -127,3 +131,19 @@ def files_under(folder: Path) -> list[str]:
 def is_system(name: str) -> bool:
     """Whether a file or folder is hidden (.DS_Store, ._image.jpg, .thumbnails) or a system's."""
     return name.startswith(".") or name.lower() in SYSTEM_FOLDERS | SYSTEM_FILES
+
+
+def write_numbers(file: Path, numbers: np.ndarray) -> None:
+    """An npy file of int64."""
+    content = io.BytesIO()  # on a full disk, np.save raises an error without a reason
+    np.save(content, numbers.astype(np.int64))
+    with naming(file):
+        file.write_bytes(content.getbuffer())
+
+
+def reserve(file: Path) -> None:
+    """Take the disk space of a file: without it, a write to its memory map kills the process."""
+    if sys.platform == "darwin":  # has no such call
+        return
+    with file.open("r+b") as opened:
+        os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)

@@ -5,12 +5,17 @@ the same on every machine. It returns sorted indices into `labels` (int64) for e
 index appears exactly once.
 """
 
-import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from data.partition_checks import (
+    check_classes,
+    check_dirichlet,
+    check_num_clients,
+    check_shards,
+)
 from protocol.code import place_of
 from protocol.files import digest
 from protocol.options import ConfigError
@@ -262,55 +267,6 @@ def shards_partition(
     owners = np.empty(num_shards, dtype=np.int64)
     owners[dealt] = np.repeat(np.arange(num_clients), shards_per_client)
     return Parts(by_label, np.repeat(owners, _split(len(labels), num_shards)), num_clients)
-
-
-def check_num_clients(num_samples: int, num_clients: int) -> None:
-    """ValueError unless each client can have a sample."""
-    if not 1 <= num_clients <= num_samples:
-        raise ConfigError(
-            "num-clients",
-            f"num-clients = {num_clients}: expected 1 to {num_samples}, the number of samples "
-            "to split",
-        )
-
-
-def check_dirichlet(num_samples: int, num_clients: int, min_size: int) -> None:
-    """ValueError if there are too few samples for `min_size` each."""
-    if min_size * num_clients > num_samples:
-        raise ConfigError(
-            "min-samples",
-            f"min-samples = {min_size} for {num_of('client', num_clients)} needs "
-            f"{min_size * num_clients} samples, but there are {num_samples}; lower one of them",
-        )
-
-
-def check_classes(num_classes: int, num_clients: int, classes_per_client: int) -> None:
-    """ValueError if clients cannot hold that many classes, or no client would hold some class."""
-    if not 1 <= classes_per_client <= num_classes:
-        raise ConfigError(
-            "classes-per-client",
-            f"classes-per-client = {classes_per_client}: expected 1 to {num_classes}, the "
-            "number of classes in the data",
-        )
-    if num_clients * classes_per_client < num_classes:
-        raise ConfigError(
-            "classes-per-client",
-            f"classes-per-client = {classes_per_client} for {num_of('client', num_clients)} leaves "
-            f"some of the {num_classes} classes without a client; expected at least "
-            f"{math.ceil(num_classes / num_clients)}",
-        )
-
-
-def check_shards(num_samples: int, num_clients: int, shards_per_client: int) -> None:
-    """ValueError if a shard would be empty."""
-    check_num_clients(num_samples, num_clients)
-    if not 1 <= shards_per_client <= num_samples // num_clients:
-        raise ConfigError(
-            "shards-per-client",
-            f"shards-per-client = {shards_per_client} for {num_of('client', num_clients)}: "
-            f"expected 1 to {num_samples // num_clients}, so that no shard of {num_samples} "
-            "samples is empty",
-        )
 
 
 # Each partition function and the options it takes.

@@ -7,17 +7,22 @@ int64 labels [N], with `group-by` int64 groups [N], and about.json. Its key cove
 imports torch.
 """
 
-import io
 import json
 import logging
-import os
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from data.cache import Key, build_once, content_digest, entry_path, read_about
+from data.cache import (
+    Key,
+    build_once,
+    content_digest,
+    entry_path,
+    read_about,
+    reserve,
+    write_numbers,
+)
 from data.decoding import (
     ImageFileError,
     RawSource,
@@ -326,17 +331,17 @@ def _write_entry(entry: Path, key: Key, raw: RawSource, reading: Reading, is_own
         file, shape = entry / f"{name}-images.npy", (len(split.images), channels, height, width)
         with naming(file):
             images = np.lib.format.open_memmap(file, "w+", kind, shape)
-            _reserve(file)
+            reserve(file)
         if arrays_are_plain:
             write_plain(np.asarray(split.images), images)
         else:
             decode(raw, split, images, window, any_size=reading.image_size != OWN_SIZE)
         images.flush()
         decoded.append(images)
-        _write_numbers(entry / f"{name}-labels.npy", split.labels)
+        write_numbers(entry / f"{name}-labels.npy", split.labels)
     if raw.train.groups is not None:  # numbers, without what the groups are called
         numbers = np.unique(raw.train.groups, return_inverse=True)[1]
-        _write_numbers(entry / "train-groups.npy", numbers)
+        write_numbers(entry / "train-groups.npy", numbers)
     mean, std = (plain_mean_and_std if arrays_are_plain else mean_and_std)(decoded[0])
     about = {"key": key, "class_names": raw.class_names, "mean": mean, "std": std}
     about |= {"own_labels": raw.own_labels, "window": window}
@@ -348,21 +353,6 @@ def _write_entry(entry: Path, key: Key, raw: RawSource, reading: Reading, is_own
     file = entry / "about.json"
     with naming(file):
         file.write_text(json.dumps(about, indent=1))
-
-
-def _write_numbers(file: Path, numbers: np.ndarray) -> None:
-    content = io.BytesIO()  # on a full disk, np.save raises an error without a reason
-    np.save(content, numbers.astype(np.int64))
-    with naming(file):
-        file.write_bytes(content.getbuffer())
-
-
-def _reserve(file: Path) -> None:
-    """Take the disk space of a file: without it, a write to its memory map kills the process."""
-    if sys.platform == "darwin":  # has no such call
-        return
-    with file.open("r+b") as opened:
-        os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
 
 
 def _open_entry(entry: Path) -> Source:

@@ -66,7 +66,12 @@ def check_simulated(config: RunConfig, num_clients: int) -> None:
     if config.evaluated_clients != "none" and not data.local_test_fraction:
         raise config.no_test_part("client-0000")
     # imported late: NumPy takes as long as all the rest, and most refusals come before
-    from data.partitions import check_classes, check_dirichlet, check_num_clients, check_shards
+    from data.partition_checks import (
+        check_classes,
+        check_dirichlet,
+        check_num_clients,
+        check_shards,
+    )
     from server_app.trackers import check_trackers
 
     check_trackers(rounds)

@@ -80,10 +80,6 @@ def build_model(
 
     size = image_size if isinstance(image_size, tuple) else (image_size, image_size)
     input_shape = (channels, *size)
-    options: list[object] = [NORMS[spec.norm_layer(norm)]] if spec.norms else []
-    options += [width or spec.width] if spec.width else []
-    changes: dict[str, object] = {"layer_widths": widths_in(layer_widths)} if layer_widths else {}
-    changes |= {"variant": variant} if variant else {}
     if projection == "none":
         projection = spec.projection
     with one_build, nullcontext() if seed is None else torch.random.fork_rng(devices=[]):
@@ -91,7 +87,7 @@ def build_model(
             # torch.manual_seed would reseed the GPUs too.
             torch.default_generator.manual_seed(seed)
         if name in MODELS:
-            trunk = BUILDERS[name](input_shape, *options, **changes)
+            trunk = _built_in(name, input_shape, norm, width, layer_widths, variant)
         else:
             trunk = own_trunk(name, own, input_shape, num_classes)
         if projection == "gaussian":
@@ -110,6 +106,22 @@ def build_model(
             if init:
                 fan_in_(model.projection_heads)
     return model
+
+
+def _built_in(
+    name: str,
+    input_shape: tuple[int, ...],
+    norm: str,
+    width: int,
+    layer_widths: str,
+    variant: str,
+) -> Trunk:
+    spec = MODELS[name]
+    options: list[object] = [NORMS[spec.norm_layer(norm)]] if spec.norms else []
+    options += [width or spec.width] if spec.width else []
+    changes: dict[str, object] = {"layer_widths": widths_in(layer_widths)} if layer_widths else {}
+    changes |= {"variant": variant} if variant else {}
+    return BUILDERS[name](input_shape, *options, **changes)
 
 
 def _projected(trunk: Trunk, tail: nn.Module) -> Trunk:

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
+from data.partition_checks import check_shards
 from data.partitions import (
     PARTITIONS,
     Parts,
-    check_shards,
     classes_partition,
     dirichlet_balanced_partition,
     dirichlet_partition,

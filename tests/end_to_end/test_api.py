@@ -77,7 +77,7 @@ def test_history_model_and_plot(made, monkeypatch):
     names = made.model().predict(np.zeros((3, 32, 32), np.uint8))
     assert len(names) == 3
     assert names == keel.load_model(made.directory).predict(np.zeros((3, 32, 32), np.uint8))
-    for kind, images in (("str", "x.png"), ("float64", np.zeros((3, 32, 32)))):
+    for kind, images in (("str", "x.png"), ("int64", np.zeros((3, 32, 32), np.int64))):
         with pytest.raises(ValueError, match=kind):
             made.model().predict(images)
     figure = made.plot()
