@@ -72,7 +72,8 @@ def deployed(tmp_path_factory):
             patch.setenv(name, value)
         with running(folder, sites, kind=QuietLoopback) as local:
             yield local
-        assert asked == []
+        names = (local.host, "127.0.0.1", "localhost")
+        assert [each for each in asked if any(name.encode() in each for name in names)] == []
 
 
 @pytest.fixture(scope="module")
