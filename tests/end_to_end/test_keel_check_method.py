@@ -41,7 +41,7 @@ class Server(keel.ServerHalf):
         total = 0.0
         for name in set(mean):  # a plain sum may have the same bits in two orders
             total = total / 3 + mean[name].sum()
-        return {name: array + total / 100 for name, array in mean.items()}
+        return {name: array + total / 100_000 for name, array in mean.items()}
 
 
 @dataclass(frozen=True)
