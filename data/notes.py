@@ -32,12 +32,10 @@ def notes_on_names(names: Iterable[str]) -> list[str]:
     return notes
 
 
-def notes_on_images(raw: RawSource, images: Sequence[np.ndarray]) -> list[str]:
-    """A line for images of one colour, for those in train and test, and for those in two classes.
-
-    And for files with several images, and for floats that cannot have 1.0 as white. images: [N, C,
-    H, W], as decoded, of train and test. Images of one colour are not counted as the same.
-    """
+def blank_and_equal(
+    images: Sequence[np.ndarray],
+) -> tuple[list[Place], dict[bytes, list[Place]]]:
+    """The places of images of one colour, and by their content those of all others."""
     blank, places = list[Place](), dict[bytes, list[Place]]()
     for part, array in enumerate(images):
         for i, pixels in enumerate(array):
@@ -46,6 +44,16 @@ def notes_on_images(raw: RawSource, images: Sequence[np.ndarray]) -> list[str]:
                 continue
             content = hashlib.sha256(pixels.tobytes()).digest()
             places.setdefault(content, []).append((part, i))
+    return blank, places
+
+
+def notes_on_images(raw: RawSource, images: Sequence[np.ndarray]) -> list[str]:
+    """A line for images of one colour, for those in train and test, and for those in two classes.
+
+    And for files with several images, and for floats that cannot have 1.0 as white. images: [N, C,
+    H, W], as decoded, of train and test. Images of one colour are not counted as the same.
+    """
+    blank, places = blank_and_equal(images)
     splits = raw.train, raw.test
 
     def name(place: Place) -> str:

@@ -77,7 +77,6 @@ def build_model(
     """
     spec = model_spec(name)
     spec.check(name, norm, width, layer_widths, variant)
-
     size = image_size if isinstance(image_size, tuple) else (image_size, image_size)
     input_shape = (channels, *size)
     if projection == "none":
@@ -95,10 +94,7 @@ def build_model(
         elif projection != "none":
             trunk = _projected(trunk, PROJECTION_TAILS[projection]())
         model = StagedModel(name, input_shape, num_classes, trunk).train()
-        for tensor in model.tensors.values():
-            if not tensor.is_contiguous():
-                # torch's fused SGD updates wrong elements if memory has gaps; a clone has none
-                tensor.data = tensor.data.clone()
+        _close_gaps(model)
         if init:
             fan_in_(model)
         if projection_heads:
@@ -106,6 +102,13 @@ def build_model(
             if init:
                 fan_in_(model.projection_heads)
     return model
+
+
+def _close_gaps(model: StagedModel) -> None:
+    for tensor in model.tensors.values():
+        if not tensor.is_contiguous():
+            # torch's fused SGD updates wrong elements if memory has gaps; a clone has none
+            tensor.data = tensor.data.clone()
 
 
 def _built_in(
