@@ -63,9 +63,11 @@ def test_a_network_has_the_same_bits_from_a_cell_and_on_ray(plain, tmp_path):
     assert_same_run(run, plain.directory)
 
 
-def test_a_run_of_an_own_network_goes_on_and_predicts(plain, tmp_path):
-    longer = trained(tmp_path, f"{own_fixtures.file(tmp_path, NET)}:Net", **{"num-rounds": 3})
-    resumed = keel.run(resume=str(plain.directory), num_rounds=3, quiet=True)
+def test_a_run_of_an_own_network_goes_on_and_predicts(tmp_path):
+    spec = f"{own_fixtures.file(tmp_path, NET)}:Net"
+    longer = trained(tmp_path, spec, **{"num-rounds": 3})
+    shorter = trained(tmp_path, spec)
+    resumed = keel.run(resume=str(shorter.directory), num_rounds=3, quiet=True)
     assert_same_run(resumed.directory, longer.directory)
     model = resumed.model()
     assert model.network.input_shape == (1, 12, 20)
