@@ -8,8 +8,8 @@ from torch import Tensor
 
 from protocol.arrays import Arrays
 
-# values of a round's updates, up to which they are held to be measured: 1 GB at sites; in a
-# simulation so few that it takes less than a hundredth of the time of training
+# values of a round's updates, up to which they are held to be measured: 1 GB at sites, 16 MB in a
+# simulation, whose clients are not sites that somebody watches
 MAX_SITE_VALUES, MAX_SIMULATED_VALUES = 2**28, 2**22
 
 

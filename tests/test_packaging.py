@@ -25,7 +25,6 @@ packages = [
 ]
 # Packages that are part of a declared one: flwr's extra [simulation], pydantic's compiled half.
 BROUGHT_ALONG = {"flwr": {"ray"}, "pydantic": {"pydantic-core"}, "mlflow-skinny": {"mlflow"}}
-USED_IF_THERE = {"pfl", "fluke"}
 
 
 def declared():
@@ -34,7 +33,6 @@ def declared():
     for extra, requirements in project["project"]["optional-dependencies"].items():
         lines += requirements if extra not in ("dev", "docs", "test") else []
     names = {canonicalize_name(Requirement(line).name) for line in lines}
-    names |= USED_IF_THERE
     return names.union(*(BROUGHT_ALONG[name] for name in names & BROUGHT_ALONG.keys()))
 
 
