@@ -51,7 +51,7 @@ class Data:
 
     def __init__(self, source_key: str, device: str = "cpu") -> None:
         source = load_source(
-            source_key, keel_home() / "data", keel_home() / "cache", Reading(28, 1)
+            source_key, keel_home() / "data", keel_home() / "cache", Reading((28, 28), 1)
         )
         labels = np.asarray(source.train.labels)
         self.parts = [torch.from_numpy(p) for p in dirichlet_partition(labels, num_clients, 0.5, 0)]
