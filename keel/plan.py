@@ -21,7 +21,7 @@ PARTITION_KEYS = {
 SHOWN = {  # in rows of their own
     *("method", "server-optimizer", "source", "data-fraction", "partition", "alpha"),
     *("classes-per-client", "shards-per-client", "model", "client-models", "num-clients"),
-    *("fraction-train", "num-rounds", "local-epochs", "batch-size", "batches-per-epoch", "lr"),
+    *("train-fraction", "num-rounds", "local-epochs", "batch-size", "batches-per-epoch", "lr"),
     *("output-dir", "run-name", "resume", "method-options"),
 }
 
@@ -87,7 +87,7 @@ def data_text(data: DataConfig, size: PublishedSizes | None) -> str:
 
 def clients_text(config: RunConfig) -> str:
     """How many clients there are (0: as many as are connected), and how many train in a round."""
-    num_clients, fraction = config.rounds.num_clients, config.rounds.fraction_train
+    num_clients, fraction = config.rounds.num_clients, config.rounds.train_fraction
     if not num_clients:
         share = "all" if fraction == 1 else f"{100 * fraction:g} % of the"
         return f"{share} connected clients, every round"

@@ -75,7 +75,7 @@ def check_simulated(config: RunConfig, num_clients: int) -> None:
     from server_app.trackers import check_trackers
 
     check_trackers(rounds)
-    rounds.check_cohort(max(1, round(rounds.fraction_train * num_clients)))
+    rounds.check_cohort(max(1, round(rounds.train_fraction * num_clients)))
     size = data_size(config)
     if not size:
         return

@@ -308,7 +308,7 @@ class RoundsConfig:
     num_clients: int = option(
         at_least(0), "expected number of clients; 0: as many as the federation has"
     )
-    fraction_train: float = option(
+    train_fraction: float = option(
         between(0, 1, open_low=True), "share of the clients that are sampled in a round"
     )
     min_replies: int = option(at_least(1), "a round with fewer accepted replies ends the run")
@@ -443,5 +443,5 @@ class RoundsConfig:
                 "min-replies",
                 f"min-replies = {self.min_replies}: only "
                 f"{num_of('client trains', cohort, 'clients train')} in a round; lower it, "
-                "or raise fraction-train",
+                "or raise train-fraction",
             )

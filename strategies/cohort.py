@@ -109,13 +109,13 @@ class Cohort:
     def sample(self, server_round: int) -> list[int]:
         """Node ids of the round's cohort, in the order of the clients' names.
 
-        Drawn is `fraction-train` of all clients (at least one), without replacement, from those
+        Drawn is `train-fraction` of all clients (at least one), without replacement, from those
         that are available. The draw depends on the run's seed, the round and the clients' names
         alone: Flower's own sampling depends on node ids, which are random.
         """
         names, unavailable = sorted(self.clients), self.backed_off(server_round)
         available = [name for name in names if name not in unavailable]
-        count = min(max(1, round(self.rounds.fraction_train * len(names))), len(available))
+        count = min(max(1, round(self.rounds.train_fraction * len(names))), len(available))
         rng = np.random.default_rng(seed_of(self.rounds.seed, server_round, "sampling"))
         chosen = np.sort(rng.choice(len(available), size=count, replace=False))
         return self.nodes_of(available[i] for i in chosen)

@@ -75,7 +75,7 @@ def test_a_client_that_never_took_part_is_named_also_in_the_last_line(run, monke
         return train(method, ctx)
 
     monkeypatch.setattr(METHODS["fedavg"], "train", full)
-    summary = summary_of(run({"num-rounds": 2, "fraction-train": 1.0}, 3))
+    summary = summary_of(run({"num-rounds": 2, "train-fraction": 1.0}, 3))
     assert summary["missing"] == "2 of 3 clients, without client-0002"
     assert ended_text(summary).startswith("finished")
     assert "2 of 3 clients, without client-0002" in ended_text(summary)

@@ -58,7 +58,7 @@ def test_what_is_unknown_is_refused_with_its_neighbour(keys, key, neighbour):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("num-rounds", 0), ("fraction-train", 0.0), ("fraction-train", 1.5), ("momentum", 1.0),
+        ("num-rounds", 0), ("train-fraction", 0.0), ("train-fraction", 1.5), ("momentum", 1.0),
         ("lr", -0.1), ("lr-decay", 0.0), ("batch-size", 0), ("partition", "sorted"),
         ("channels", 2), ("image-size", 7), ("image-size", "28x513"), ("weighting", "equal"),
         ("norm", "layer"), ("source", "digit"), ("source", "folder:"), ("device", "gpu"),

@@ -39,7 +39,7 @@ class Recorder(RunObserver):
 def observed(no_pictures, tmp_path):
     """(run directory, recorder) of a run that a Recorder follows."""
     recorder = Recorder()
-    keys = SMALL | quick | {"fraction-train": 0.5, "output-dir": str(tmp_path / "runs")}
+    keys = SMALL | quick | {"train-fraction": 0.5, "output-dir": str(tmp_path / "runs")}
     return run_inline(keys, NUM_CLIENTS, observers=[recorder]), recorder
 
 

@@ -34,7 +34,7 @@ from server_app.report import DivergedError
 from strategies import Average
 from strategies.validation import TooFewRepliesError
 
-HALF = {"fraction-train": 0.5, "local-test-fraction": 0.2}
+HALF = {"train-fraction": 0.5, "local-test-fraction": 0.2}
 
 
 @pytest.fixture

@@ -145,7 +145,7 @@ def test_no_unchecked_count_is_above_its_share_and_no_more_is_cut_than_needed(pa
         ({"method": "fedreco", "aggregation": "krum"}, "aggregation"),
         ({"aggregation": "krum"}, "num-malicious"),
         ({"aggregation": "trimmed-mean"}, "trim-fraction"),
-        ({"aggregation": "median", "fraction-train": 0.5}, "aggregation"),
+        ({"aggregation": "median", "train-fraction": 0.5}, "aggregation"),
         ({"norm-bound-value": 0.0}, "norm-bound-value"),
     ],
 )

@@ -107,7 +107,7 @@ def assert_mean(found, numbers, weights):
 
 
 def test_a_message_for_every_sampled_client_says_what_to_do_with_which_model():
-    strategy = average_of(6, fraction_train=0.5, round_timeout=70.0)
+    strategy = average_of(6, train_fraction=0.5, round_timeout=70.0)
     messages = ask(strategy, server_round=4)
     assert [m.metadata.dst_node_id for m in messages] == strategy.cohort.sample(4)
     for message in messages:

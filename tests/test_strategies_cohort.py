@@ -27,7 +27,7 @@ def names_in(cohort, server_round):
     ("num_clients", "fraction", "count"), [(10, 1.0, 10), (10, 0.3, 3), (10, 0.01, 1), (7, 0.5, 4)]
 )
 def test_a_fraction_of_the_clients_without_repeats_at_least_one(num_clients, fraction, count):
-    cohort = cohort_of(num_clients, fraction_train=fraction)
+    cohort = cohort_of(num_clients, train_fraction=fraction)
     for server_round in range(1, 20):
         names = names_in(cohort, server_round)
         assert len(set(names)) == len(names) == count
@@ -36,7 +36,7 @@ def test_a_fraction_of_the_clients_without_repeats_at_least_one(num_clients, fra
 
 def test_sampling_depends_on_names_seed_and_round_but_not_on_node_ids():
     found = [
-        [names_in(cohort_of(20, nodes, fraction_train=0.25, seed=seed), r) for r in range(1, 6)]
+        [names_in(cohort_of(20, nodes, train_fraction=0.25, seed=seed), r) for r in range(1, 6)]
         for nodes, seed in [(None, 3), (random.Random(1).sample(range(10**9), 20), 3), (None, 4)]
     ]
     assert found[0] == found[1] != found[2]

@@ -39,7 +39,7 @@ SETTINGS: dict[str, Any] = {
     "data-fraction": 0.5,
     "model": "cnn-fedreco",
     "num-rounds": 3,
-    "fraction-train": 0.75,  # three of four clients
+    "train-fraction": 0.75,  # three of four clients
     "local-epochs": 2,
     "lr": 0.05,
     "flip": True,
@@ -85,8 +85,11 @@ def play(names: Iterable[str], into: Path) -> None:
 def run(name: str, directory: Path) -> Any:
     """The `keel.Run` of one entry of RUNS."""
     import keel
+    from protocol.config import default_config
 
     config = {**SETTINGS, **RUNS[name], "output-dir": str(directory)}
+    if "train-fraction" not in default_config():  # an older commit
+        config["fraction-train"] = config.pop("train-fraction")
     config["run-name"] = re.sub(r"\W+", "-", name)
     if name == ON_RAY:
         share = len(os.sched_getaffinity(0)) / 2

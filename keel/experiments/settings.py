@@ -27,7 +27,7 @@ from server_app.run_reader import RunReader
 
 # always shown; further keys where they differ from the default or the paper's value
 SHOWN = (
-    *("num-rounds", "num-clients", "fraction-train", "local-epochs", "batch-size", "lr"),
+    *("num-rounds", "num-clients", "train-fraction", "local-epochs", "batch-size", "lr"),
     *("lr-decay", "momentum", "weight-decay", "model"),
 )
 WHERE = {"source", "partition", "alpha", "classes-per-client", "shards-per-client"}

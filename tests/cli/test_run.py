@@ -100,9 +100,9 @@ def test_the_plan_of_a_deployment_says_nothing_of_this_machine_s_data(
     rows = dict(line.split(maxsplit=1) for line in printed("run", *words).splitlines())
     assert rows["data"] == "folder:/nowhere/data of the server; each client has its own"
     assert rows["clients"] == "all connected clients, every round"
-    assert main(["run", *words, "num-clients=10", "fraction-train=0.2"]) == 0
+    assert main(["run", *words, "num-clients=10", "train-fraction=0.2"]) == 0
     assert "clients     10, 2 in a round\n" in capsys.readouterr().out
-    assert main(["run", *words, "fraction-train=0.2"]) == 0
+    assert main(["run", *words, "train-fraction=0.2"]) == 0
     assert "clients     20 % of the connected clients, every round\n" in capsys.readouterr().out
 
 

@@ -92,7 +92,7 @@ def test_a_client_that_answers_with_an_error_is_asked_in_every_round(run, monkey
 
 def test_nobody_is_backed_off_where_too_few_would_be_left(hung):
     silent = {"hung": ("client-0001", "client-0002", "client-0003"), "rounds": [1]}
-    keys = {"num-rounds": 2, "backoff-after": 1, "fraction-train": 1.0}
+    keys = {"num-rounds": 2, "backoff-after": 1, "train-fraction": 1.0}
     history, _ = hung(keys | {"min-replies": 1}, **silent)
     assert history[1]["backed_off"] == ["client-0001", "client-0002", "client-0003"]
     with pytest.raises(RuntimeError, match="min-replies"):  # of round 1, in which one replies

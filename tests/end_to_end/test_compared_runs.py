@@ -27,7 +27,7 @@ BASE = {
     "data-fraction": 0.4,
     "model": "cnn-fedreco",
     "partition": "iid",
-    "fraction-train": 0.67,  # two of three
+    "train-fraction": 0.67,  # two of three
     "batch-size": 256,
     "lr": 0.05,
     "device": "cpu",

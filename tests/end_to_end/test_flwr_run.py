@@ -11,7 +11,7 @@ from run_fixtures import SMALL, assert_same_run, summary_of
 from protocol.code import sources_digest
 from server_app.inline import run_inline
 
-KEYS = SMALL | {"method": "scaffold", "fraction-train": 0.5, "local-test-fraction": 0.2}
+KEYS = SMALL | {"method": "scaffold", "train-fraction": 0.5, "local-test-fraction": 0.2}
 NUM_NODES, NUM_CLIENTS = 2, 5
 
 
@@ -41,10 +41,10 @@ def test_a_run_has_the_bits_of_the_inline_engine_and_its_own_checkouts_code(
 
 
 def test_a_mistake_ends_the_run_with_a_line_that_names_it_and_leaves_no_folder(superlink, tmp_path):
-    keys = SMALL | {"output-dir": str(tmp_path / "runs"), "fraction-train": 7.0}
+    keys = SMALL | {"output-dir": str(tmp_path / "runs"), "train-fraction": 7.0}
     printed = superlink.run(keys, NUM_NODES, cpus_each=1)
     [line] = [text for text in printed.splitlines() if " error: " in text]
-    assert "fraction-train = 7.0" in line
+    assert "train-fraction = 7.0" in line
     assert not (tmp_path / "runs").exists()
     assert "finished:failed" in superlink.flwr("list").stdout
 

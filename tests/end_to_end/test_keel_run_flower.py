@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(900)]
 root = Path(__file__).parent.parent.parent
 KEYS = {key: value for key, value in SMALL.items() if key != "lr"} | {  # fedreco has its own
     **{"method": "fedreco", "fedreco.eta-0": 0.5, "local-test-fraction": 0.2},
-    "fraction-train": 0.67,  # two of three
+    "train-fraction": 0.67,  # two of three
 }
 MARK = "TEST_HOME"  # of the environment of all processes of a test
 words = [f"{key}={value}" for key, value in KEYS.items() if key != "num-rounds"]

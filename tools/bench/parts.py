@@ -122,7 +122,7 @@ def clients(sizes: Sizes) -> Iterator[Row]:
     start_s, round_s = [], []
     for count in (many, few):
         keys: Keys = {"source": random_source(3 * count), "model": "cnn-fedreco"}
-        keys |= {"partition": "iid", "fraction-train": 10 / count, "device": "cpu"}
+        keys |= {"partition": "iid", "train-fraction": 10 / count, "device": "cpu"}
         keys["num-rounds"] = 2 if sizes.is_quick else 21
         start, costs = ray_rounds(keys, count)
         start_s.append(start)

@@ -58,7 +58,7 @@ def test_no_style_sheet_loads_anything_from_another_host(site: Path) -> None:
 
 def test_the_generated_pages_have_their_content(site: Path) -> None:
     for page, word in (
-        ("config", "fraction-train"),
+        ("config", "train-fraction"),
         ("methods", "fedcka.mu"),
         ("commands", "keel resume"),
         ("method-api", "without which a client cannot take part again"),  # is_stateful
