@@ -35,16 +35,10 @@ class Recorder(RunObserver):
         return [about for kind, about in self.calls if kind == name]
 
 
-@pytest.fixture
-def observed(no_pictures, tmp_path):
-    """(run directory, recorder) of a run that a Recorder follows."""
-    recorder = Recorder()
+def test_an_observer_is_told_what_will_run_then_every_round_then_the_summary(no_pictures, tmp_path):
+    recorder, resumed = Recorder(), Recorder()
     keys = SMALL | quick | {"train-fraction": 0.5, "output-dir": str(tmp_path / "runs")}
-    return run_inline(keys, NUM_CLIENTS, observers=[recorder]), recorder
-
-
-def test_an_observer_is_told_what_will_run_then_every_round_then_the_summary(observed):
-    directory, recorder = observed
+    directory = run_inline(keys, NUM_CLIENTS, observers=[recorder])
     names = [name for name, _ in recorder.calls if name != "replies"]
     assert names == ["start", "round", "round", "end"]
     [info] = recorder.told("start")
@@ -57,15 +51,10 @@ def test_an_observer_is_told_what_will_run_then_every_round_then_the_summary(obs
     assert recorder.told("replies") == [(f"round {n}", i, 2) for n in (1, 2) for i in range(3)]
     assert recorder.told("round") == RunReader(directory).history
     assert recorder.told("end") == [summary_of(directory)]
-
-
-def test_after_a_resume_an_observer_knows_the_rounds_before(observed):
-    directory, _ = observed
-    recorder = Recorder()
-    run_inline({"resume": str(directory), "num-rounds": 3}, 4, observers=[recorder])
-    [info] = recorder.told("start")
+    run_inline({"resume": str(directory), "num-rounds": 3}, NUM_CLIENTS, observers=[resumed])
+    [info] = resumed.told("start")
     assert (info.last_round, len(info.history)) == (2, 2)
-    assert [line["round"] for line in recorder.told("round")] == [3]
+    assert [line["round"] for line in resumed.told("round")] == [3]
 
 
 def test_an_observer_is_told_of_the_end_of_a_run_that_is_interrupted(tmp_path, no_pictures):

@@ -1,10 +1,5 @@
 """The picture of a run's accuracies and losses."""
 
-import resource
-import signal
-
-import pytest
-
 from data.plots import plot_label_distribution, save_png
 from server_app.plots import accuracy_figure
 
@@ -23,27 +18,3 @@ def test_a_dollar_in_a_name_is_a_character(tmp_path):
     hostile = r"$\frac{a$"
     save_png(accuracy_figure([(hostile, [(1, 0.5)])], hostile), tmp_path / "a.png")
     plot_label_distribution([[1, 2]], [hostile, "b"], tmp_path / "b.png")
-
-
-@pytest.mark.parametrize(
-    "draw",
-    [
-        lambda path: save_png(accuracy_figure([("a", [(1, 0.5)])]), path),
-        lambda path: plot_label_distribution([[1, 2]], ["a", "b"], path),
-    ],
-)
-def test_a_full_disk_is_named_and_leaves_the_old_picture(tmp_path, draw):
-    path = tmp_path / "a.png"
-    draw(path)
-    before = path.read_bytes()
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
-    try:
-        with pytest.raises(OSError, match=r"a\.png"):
-            draw(path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, handler)
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
