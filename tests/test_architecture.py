@@ -88,6 +88,14 @@ for name in sys.argv[1:]:
     except ImportError as error:
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         print(f"importing {name}: {error} by", [file for file in files if file[0] != "<"][-1])
+from protocol.config import resolve_config
+
+resolve_config({"method": "fedintr"})
+for mistake in ({"lr": -1.0}, {"norm": "batch"}, {"source": "digit"}, {"method": "fedckaa"}):
+    try:
+        print("accepted", resolve_config(mistake))
+    except ValueError:
+        continue
 """
 
 
@@ -126,7 +134,7 @@ def test_only_flower_adapter_imports_what_flower_does_not_export():
 
 
 @pytest.mark.end_to_end
-def test_config_and_command_line_are_imported_without_torch():
+def test_the_command_line_is_imported_and_refuses_common_keys_without_torch():
     commands = {f"keel.cli.{module}" for module, *_ in COMMANDS.values()}
     light = [
         "keel.cli.main",

@@ -2,13 +2,10 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-import protocol.config
 from client_app.methods import method_of
 from protocol.catalogue import classes as METHODS
 from protocol.config import config_from_json, default_config, presets, resolve_config
@@ -21,12 +18,16 @@ from protocol.options import (
 from protocol.server_optimizers import SERVER_OPTIMIZERS
 
 
-def refused(keys: dict[str, object]) -> ConfigError:
-    """The refusal of these keys, by the config or by the method."""
-    with pytest.raises(ConfigError) as error:
+def refusal_of(keys: dict[str, object]) -> Any:
+    """The refusal of these keys, by the config or by the method; None where they are accepted."""
+    try:
         method_of(resolve_config(keys))
-    assert "\n" not in str(error.value)
-    return error.value
+    except ConfigError as error:
+        refusal = error
+    else:
+        return None
+    assert "\n" not in str(refusal)
+    return refusal
 
 
 # --- keys -----------------------------------------------------------------------------------------
@@ -50,7 +51,7 @@ def refused(keys: dict[str, object]) -> ConfigError:
     ],
 )
 def test_what_is_unknown_is_refused_with_its_neighbour(keys, key, neighbour):
-    error = refused(keys)
+    error = refusal_of(keys)
     assert error.key == key
     assert not neighbour or f"did you mean {neighbour}" in str(error)
 
@@ -79,7 +80,7 @@ def test_what_is_unknown_is_refused_with_its_neighbour(keys, key, neighbour):
     ],
 )  # fmt: skip
 def test_values_that_are_not_allowed_are_named(key, value):
-    error = refused({key: value})
+    error = refusal_of({key: value})
     assert error.key == key
     assert str(error).startswith(f"{key} = ")
 
@@ -109,30 +110,23 @@ def test_values_that_are_not_allowed_are_named(key, value):
             "evaluate-clients",
         ),
         ({"fedntd.convex": True, "fedntd.beta": 1.0}, "fedntd.beta"),
+        # what fits together
+        ({"privacy.epsilon": 0.5, "model": "resnet20", "norm": "group"}, ""),
+        ({"privacy.epsilon": 0.5, "method": "fedreco"}, ""),
+        ({"privacy.epsilon": 1e-6}, ""),
+        ({"method": "fedrep", "server-optimizer": "fedacg", "fedacg.beta": 0.0}, ""),
+        ({"method": "ditto", "server-optimizer": "fedacg"}, ""),
+        ({"method": "fedreco", "client-models": "cnn-fedreco, vgg9", "weighting": "uniform"}, ""),
+        ({"method": "fedbabu", "evaluate-clients": "none"}, ""),
+        ({"method": "local", "server-optimizer": "fedavg", "weighting": "examples"}, ""),
+        ({"source": "npz:/tmp/a.npz"}, ""),
+        ({"source": "folder:~/data"}, ""),
+        ({"device": "cuda:1"}, ""),
     ],
 )
-def test_keys_that_contradict_each_other_are_refused(keys, key):
-    assert refused(keys).key == key
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"privacy.epsilon": 0.5, "model": "resnet20", "norm": "group"},
-        {"privacy.epsilon": 0.5, "method": "fedreco"},
-        {"privacy.epsilon": 1e-6},
-        {"method": "fedrep", "server-optimizer": "fedacg", "fedacg.beta": 0.0},
-        {"method": "ditto", "server-optimizer": "fedacg"},
-        {"method": "fedreco", "client-models": "cnn-fedreco, vgg9", "weighting": "uniform"},
-        {"method": "fedbabu", "evaluate-clients": "none"},
-        {"method": "local", "server-optimizer": "fedavg", "weighting": "examples"},
-        {"source": "npz:/tmp/a.npz"},
-        {"source": "folder:~/data"},
-        {"device": "cuda:1"},
-    ],
-)
-def test_keys_that_fit_together_are_accepted(keys):
-    method_of(resolve_config(keys))
+def test_keys_that_contradict_each_other_are_refused_and_others_are_not(keys, key):
+    error = refusal_of(keys)
+    assert (error.key if error else "") == key
 
 
 @pytest.mark.parametrize(
@@ -147,28 +141,6 @@ def test_keys_that_fit_together_are_accepted(keys):
 )
 def test_clients_are_evaluated_unless_they_withhold_what_they_measure(keys, expected):
     assert resolve_config(keys).evaluated_clients == expected
-
-
-NO_TORCH = """
-import sys
-from protocol.config import resolve_config
-
-resolve_config({"method": "fedintr"})
-for mistake in ({"lr": -1.0}, {"norm": "batch"}, {"source": "digit"}, {"method": "fedckaa"}):
-    try:
-        resolve_config(mistake)
-    except ValueError:
-        continue
-    raise AssertionError(mistake)
-for name in ("torch", "numpy", "flwr", "ray", "client_app", "strategies", "models"):
-    assert name not in sys.modules, name
-"""
-
-
-@pytest.mark.end_to_end
-def test_common_keys_and_names_are_refused_without_torch():
-    root = Path(protocol.config.__file__).parent.parent
-    subprocess.run([sys.executable, "-c", NO_TORCH], check=True, cwd=root, timeout=60)
 
 
 # --- presets --------------------------------------------------------------------------------------
@@ -190,7 +162,7 @@ def test_every_preset_resolves_with_every_method_it_is_compared_with(name):
     config = resolve_config({"preset": name})
     assert presets()[name].keys() <= default_config().keys()
     for method, cls in METHODS.items():
-        config.table(method, cls)
+        assert type(config.table(method, cls)) is cls
 
 
 # --- pyproject.toml and the dataclasses -----------------------------------------------------------
@@ -229,18 +201,16 @@ def test_what_clients_are_sent_is_the_same_config():
 def test_a_json_that_lacks_a_key_or_is_no_object_is_refused():
     flat = json.loads(resolve_config({}).to_json())
     del flat["batch-size"]
-    with pytest.raises(ConfigError, match="batch-size"):
+    with pytest.raises(ConfigError) as refusal:
         config_from_json(json.dumps(flat))
+    assert refusal.value.key == "batch-size"
     for text in ("1", "null", "[]", "[" * 100_000):  # as a server may send
         with pytest.raises(ValueError, match="config"):
             config_from_json(text)
 
 
-@pytest.mark.parametrize("key", ["lr", "image-size", "seed"])
 @pytest.mark.parametrize("value", [{0: list(range(50_000))}, "x" * 100_000])
-def test_a_huge_value_is_shortened_in_its_error(key, value):
-    with pytest.raises(ConfigError) as refusal:
-        resolve_config({key: value})
-    assert refusal.value.key == key
-    assert str(refusal.value).startswith(f"{key} = ")
-    assert len(str(refusal.value)) < 1000
+def test_a_huge_value_is_shortened_in_its_error(value):
+    error = refusal_of({"lr": value})
+    assert error.key == "lr"
+    assert len(str(error)) < 1000

@@ -88,30 +88,17 @@ def test_a_round_is_one_short_line_and_one_about_clients(directory):
     assert "losses" not in of_clients
 
 
-@pytest.mark.parametrize("name", [HISTORY_FILE, CLIENTS_FILE])
-def test_a_line_that_a_kill_left_incomplete_is_not_read_and_dropped_by_a_resume(directory, name):
+def test_what_a_kill_left_of_a_round_is_not_read_and_dropped_by_a_resume(directory):
     done(directory, 1, 2)
-    path = directory.path / name
-    with path.open("a") as file:
+    with (directory.path / CLIENTS_FILE).open("a") as file:
+        file.write('{"round": 3}\n{"round": 4, "par')  # a whole line whose round was not done
+    with (directory.path / HISTORY_FILE).open("a") as file:
         file.write('{"round": 3, "los')
     run = RunReader(directory.path)
     assert (run.last_round, len(list(run.clients()))) == (2, 2)
-    assert [line["round"] for line in directory.rewind(2)] == [1, 2]
-    done(directory, 3)
+    assert [line["round"] for line in directory.rewind(1)] == [1]  # to a checkpoint
+    done(directory, 2, 3)
     assert [line["round"] for line in history_of(directory.path)] == [1, 2, 3]
-
-
-def test_a_line_about_clients_whose_round_was_not_done_does_not_count(directory):
-    done(directory, 1)
-    with (directory.path / CLIENTS_FILE).open("a") as file:
-        file.write('{"round": 2}\n')
-    assert [line["round"] for line in RunReader(directory.path).clients()] == [1]
-
-
-def test_a_resume_drops_the_rounds_after_its_checkpoint(directory):
-    done(directory, 1, 2, 3)
-    assert [line["round"] for line in directory.rewind(1)] == [1]
-    assert [line["round"] for line in history_of(directory.path)] == [1]
 
 
 # --- damage ----------------------------------------------------------------------------------
@@ -190,15 +177,11 @@ def test_the_newest_two_checkpoints_stay_and_the_newest_intact_one_is_read(direc
         directory.newest_checkpoint(expected.arrays)
 
 
-def test_a_checkpoint_has_its_arrays_in_the_order_of_the_run(directory):
+def test_a_checkpoint_has_its_arrays_in_the_order_of_the_run_and_is_of_its_model(directory):
     arrays = {"weight": torch.ones(2), "bias": torch.zeros(2)}
     directory.save_checkpoint(Checkpoint(1, arrays, {}))
     directory.record(LINE | {"round": 1})
     assert list(directory.newest_checkpoint(arrays).arrays) == ["weight", "bias"]
-
-
-def test_a_checkpoint_of_another_model_is_refused(directory):
-    done(directory, 1)
     with pytest.raises(ValueError):
         directory.newest_checkpoint({"v": torch.zeros(3)})
 
@@ -248,20 +231,17 @@ def test_a_run_that_is_killed_anywhere_in_a_round_resumes_to_the_same_bits(
     assert noted[1] == noted[0]
 
 
-def test_a_directory_that_is_open_is_not_opened_again(directory):
-    with pytest.raises(ValueError, match=str(directory.path)):
-        RunDirectory(directory.path)
-
-
 # --- names and ends --------------------------------------------------------------------------
 
 
-def test_run_name_names_the_directory_which_must_not_exist(tmp_path):
+def test_a_directory_is_made_once_and_open_once(directory, tmp_path):
     config = resolve_config({"output-dir": str(tmp_path), "run-name": "a.b_C-1"})
     assert new_path(config) == tmp_path / "a.b_C-1"
     new_run_directory(config).close()
     with pytest.raises(ValueError, match="run-name"):
         new_path(config)
+    with pytest.raises(ValueError, match=str(directory.path)):
+        RunDirectory(directory.path)
 
 
 def test_an_output_dir_that_cannot_be_made_is_refused(tmp_path):

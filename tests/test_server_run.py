@@ -139,7 +139,8 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(run):
 @pytest.mark.parametrize(
     "keys",
     [
-        {"method": "moon"},
+        {"method": "moon", "server-optimizer": "fedacg", "norm-bound": "median"},
+        {"method": "fedavg", "server-optimizer": "fedavgm"},
         {"method": "scaffold"},
         {"method": "fedreco", "privacy.epsilon": 0.9},
         {"method": "fedintr", "server-optimizer": "fedadam"},

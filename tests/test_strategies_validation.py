@@ -13,7 +13,6 @@ from strategies.validation import (
     ExpectedReply,
     NormReference,
     beyond_bound,
-    beyond_median,
     beyond_norms,
     largest_values,
     rejection_reason,
@@ -45,20 +44,14 @@ def with_metrics(**metrics):
 
 
 @pytest.mark.parametrize(
-    "reply",
-    [
-        GOOD,
-        with_arrays(w=torch.tensor([1e4, -1e4]), steps=torch.tensor(100 + MAX_COUNTER_CHANGE)),
-        with_metrics(loss_=3.4e38, penalty=-1.0, personal_accuracy=1.0, global_accuracy=0.0),
-    ],
-)
-def test_a_valid_reply_is_accepted(reply):
-    assert rejection_reason(reply, EXPECTED) == ""
-
-
-@pytest.mark.parametrize(
     ("reply", "named"),
     [
+        (GOOD, ""),
+        (
+            with_arrays(w=torch.tensor([1e4, -1e4]), steps=torch.tensor(100 + MAX_COUNTER_CHANGE)),
+            "",
+        ),
+        (with_metrics(loss_=3.4e38, penalty=-1.0, personal_accuracy=1.0, global_accuracy=0.0), ""),
         (replace(GOOD, round=2), "round 2"),
         (replace(GOOD, arrays={"w": w}), "'running_var'"),
         (with_arrays(more=w), "'more'"),
@@ -84,7 +77,10 @@ def test_a_valid_reply_is_accepted(reply):
     ],
 )
 def test_a_broken_or_absurd_reply_is_rejected_with_what_it_breaks_named(reply, named):
-    assert named in rejection_reason(reply, EXPECTED)
+    """The first three are valid."""
+    reason = rejection_reason(reply, EXPECTED)
+    assert named in reason
+    assert bool(reason) == bool(named)
 
 
 def test_the_bound_on_values_follows_what_was_sent_and_the_noise():
@@ -120,19 +116,15 @@ def test_the_norm_reference_falls_by_at_most_half_a_round():
     assert reference.value == 2.0
 
 
-def test_arrays_beside_the_model_are_bounded_by_ten_times_the_median():
-    assert beyond_median({"a": 1.0, "b": 2.0, "c": 20.0, "d": 20.1}).keys() == {"d"}
-    assert beyond_median({"a": 1.0, "b": 1e9, "c": 0.0}) == {}
-
-
-def test_a_reply_rejected_for_its_arrays_beside_the_model_does_not_raise_the_median_norm():
+def test_arrays_beside_the_model_are_bounded_by_ten_times_the_median_norm():
+    """A reply that is rejected for them does not raise the reference of `norm-bound`."""
     replies = {
         name: TrainReply(name, 1, {"w": torch.tensor([update])}, {"c": torch.tensor([beside])}, {})
         for name, update, beside in [
             ("a", 1.0, 1.0),
             ("b", 1.1, 1.0),
-            ("c", 1.2, 1.0),
-            ("d", 9e9, 99),
+            ("c", 1.2, 10),
+            ("d", 9e9, 11),
         ]
     }
     rounds, reference = rounds_config(norm_bound="median"), NormReference()
