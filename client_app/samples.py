@@ -16,7 +16,8 @@ from torch import Tensor
 
 from client_app.gpu_errors import is_out_of_memory
 from data.augment import draw_degrees, draw_flips, draw_offsets, rotate, shift
-from protocol.config_keys import DataConfig, TrainConfig
+from protocol.config_keys import TrainConfig
+from protocol.data_keys import DataConfig
 
 evaluation_batch = 500  # of images of up to 64 x 64 pixels; fewer of larger ones
 evaluation_pixels = evaluation_batch * 64 * 64

@@ -27,7 +27,7 @@ from models import StagedModel, build_model
 from models.own import too_small
 from models.weights import load_weights
 from protocol.config import RunConfig, keel_home
-from protocol.config_keys import numbers_in
+from protocol.data_keys import numbers_in
 from protocol.messages import DatasetSpec
 from protocol.models import IMAGE_SIZES, Size, model_spec
 from protocol.options import ConfigError

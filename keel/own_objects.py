@@ -6,9 +6,10 @@ from types import FunctionType
 from typing import Any
 
 from data.arrays import ARRAYS, stored
-from protocol.config import SPEC_KEYS, keel_home
+from protocol.config import keel_home
 from protocol.options import ConfigError, OptionValue, defaults_of
 from protocol.own_code import Own, by_value, own_of, table_of
+from protocol.own_keys import SPEC_KEYS
 
 
 def with_specs(keys: Mapping[str, Any]) -> tuple[dict[str, OptionValue], dict[str, Own]]:

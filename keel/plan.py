@@ -7,7 +7,7 @@ from keel.deployment.superlink import flower_keys, run_config
 from keel.job import Job
 from keel.run_checks import data_size
 from protocol.config import RunConfig
-from protocol.config_keys import DataConfig
+from protocol.data_keys import DataConfig
 from protocol.options import typed
 from protocol.text import num_of, size_of_data
 

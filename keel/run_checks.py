@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from keel.interrupts import uninterrupted
 from protocol.config import RunConfig, resolve_config
-from protocol.config_keys import DataConfig
+from protocol.data_keys import DataConfig
 from protocol.models import model_spec
 from protocol.options import ConfigError, OptionValue
 from protocol.own_code import Own

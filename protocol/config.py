@@ -11,7 +11,7 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,36 +25,23 @@ from protocol.config_keys import (
     DIAGNOSTICS,
     MAX_SCORE_NAME,
     SCORES,
-    DataConfig,
     ModelConfig,
     PrivacyConfig,
     RoundsConfig,
     TrainConfig,
     names_in,
 )
+from protocol.data_keys import DataConfig
 from protocol.files import full_path
 from protocol.models import MODELS, OWN_SIZE, Size, is_library, model_spec, size_in
-from protocol.options import (
-    ConfigError,
-    OptionValue,
-    defaults_of,
-    did_you_mean,
-    parse_options,
-)
-from protocol.own_code import VALUE, Own, canonical, find, is_spec, known, table_of
+from protocol.options import ConfigError, OptionValue, did_you_mean, parse_options
+from protocol.own_code import Own, known, table_of
+from protocol.own_keys import own_code_in, own_options
 from protocol.server_optimizers import SERVER_OPTIMIZERS
-from protocol.source_spec import SITES, SOURCE_NAMES, parse_source
+from protocol.source_spec import SITES, parse_source
 
 FlatConfig = dict[str, OptionValue]
 T = TypeVar("T")
-SPEC_KEYS = (
-    "method",
-    "model",
-    "client-models",
-    "source",
-    "partition",
-    "metrics",
-)  # may name own code
 
 
 @dataclass(frozen=True, eq=False)
@@ -295,34 +282,10 @@ def resolve_config(
     return config
 
 
-def own_code_in(flat: FlatConfig, given: Mapping[str, Own]) -> dict[str, Own]:
-    """The own code that values of `flat` name, by spec; `flat` gets the canonical specs.
-
-    ConfigError for a file or module that cannot be read, and for two files of one name.
-    """
-    found: dict[str, Own] = {}
-    for key in SPEC_KEYS:
-        for spec in (name for name in names_in(str(flat[key])) if is_own(key, name)):
-            own = given.get(canonical(spec)) or find(spec, key)
-            others = [each for each in found.values() if each.place == own.place != VALUE]
-            if any(each.digest != own.digest for each in others):
-                raise ConfigError(key, f"{key} = {spec!r}: the run uses another {own.place} too")
-            found[own.spec] = own
-            flat[key] = str(flat[key]).replace(spec, own.spec)
-    return found
-
-
-def is_own(key: str, name: str) -> bool:
-    """Whether a name in the value of this key names own code; `folder:data` is one of Keel's."""
-    is_keels = key == "source" and f"{name.partition(':')[0]}:PATH" in SOURCE_NAMES
-    if key == "partition" and name.endswith(".json"):
-        return True
-    return is_spec(name) and not is_keels and not is_library(name)
-
-
 def with_own_options(config: RunConfig, overrides: Mapping[str, OptionValue]) -> RunConfig:
     """The config with the options of its own method: their defaults, or as they were set."""
-    options, table = own_options(config.own[config.rounds.method]), config.method_table
+    method, table = config.own[config.rounds.method], config.method_table
+    options = own_options(method, names_taken())
     text = config.rounds.method_options
     try:
         inline = tomllib.loads(f"options = {{{text}}}")["options"]
@@ -339,30 +302,6 @@ def with_own_options(config: RunConfig, overrides: Mapping[str, OptionValue]) ->
 def names_taken() -> set[str]:
     """The names of Keel's methods, server optimizers and config keys, which share the tables."""
     return {key.partition(".")[0] for key in default_config()} | {*method_names()}
-
-
-def own_options(method: Own) -> FlatConfig:
-    """The keys of an own method's options with their defaults; loads its class.
-
-    ConfigError if their table is one of Keel's, and for an option without default.
-    """
-    table = table_of(method.spec)
-    what = f"method = {method.spec!r}"
-    if table in names_taken():
-        raise ConfigError("method", f"{what}: Keel has a {table!r}: rename {method.name}")
-    try:
-        value = method.value
-    except ValueError as error:
-        raise ConfigError("method", f"{what}: {error}") from error
-    if not is_dataclass(value):
-        raise ConfigError(
-            "method",
-            f"{what}: expected a subclass of Method or LocalObjective with @dataclass(frozen=True)",
-        )
-    try:
-        return {f"{table}.{key}": default for key, default in defaults_of(value).items()}
-    except ValueError as error:
-        raise ConfigError("method", f"{what}: {error}") from error
 
 
 @lru_cache(maxsize=64)  # of all runs that train together

@@ -9,7 +9,8 @@ import pytest
 from client_app.methods import method_of
 from protocol.catalogue import classes as METHODS
 from protocol.config import config_from_json, default_config, presets, resolve_config
-from protocol.config_keys import DataConfig, ModelConfig, PrivacyConfig, RoundsConfig, TrainConfig
+from protocol.config_keys import ModelConfig, PrivacyConfig, RoundsConfig, TrainConfig
+from protocol.data_keys import DataConfig
 from protocol.options import (
     ConfigError,
     key_of,

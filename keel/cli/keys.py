@@ -8,7 +8,8 @@ from keel.cli.arguments import JsonOption, NameArgument
 from keel.tables import Row
 from protocol.catalogue import method_names
 from protocol.config import default_config, refuse_unknown
-from protocol.config_keys import DataConfig, ModelConfig, PrivacyConfig, RoundsConfig, TrainConfig
+from protocol.config_keys import ModelConfig, PrivacyConfig, RoundsConfig, TrainConfig
+from protocol.data_keys import DataConfig
 from protocol.options import key_of, typed
 from protocol.server_optimizers import SERVER_OPTIMIZERS
 

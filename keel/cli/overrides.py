@@ -4,9 +4,10 @@ import tomllib
 from collections.abc import Sequence
 
 from keel.interrupts import uninterrupted
-from protocol.config import default_config, own_options, refuse_unknown
+from protocol.config import default_config, names_taken, refuse_unknown
 from protocol.options import OptionValue, type_names
 from protocol.own_code import find, table_of
+from protocol.own_keys import own_options
 
 
 def parse_overrides(assignments: Sequence[str]) -> dict[str, OptionValue]:
@@ -21,7 +22,7 @@ def parse_overrides(assignments: Sequence[str]) -> dict[str, OptionValue]:
     defaults, table = default_config(), table_of(method)
     if table and any(a.startswith(f"{table}.") for a in assignments):
         with uninterrupted():  # imports torch
-            defaults |= own_options(find(method, "method"))
+            defaults |= own_options(find(method, "method"), names_taken())
     if any(assignment.startswith("=") for assignment in assignments):
         raise ValueError("write KEY=VALUE without spaces around =")
     for assignment in assignments:
