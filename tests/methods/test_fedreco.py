@@ -1,5 +1,14 @@
-"""FedReCo's client half against Algorithm 1 written out in float64, line by line."""
+"""Whole runs of FedReCo, three clients over three rounds, against plain loops in float64.
 
+The loops follow Algorithm 1 with its options: splits, steps, momentum, decay, and what is known of
+the authors' code: losses summed over samples, g_i of a client's whole training set, the server's
+step clipped, heads trained longer in the last round, training and test images split together.
+Nothing of the code under test is used but batches, splits and initial weights.
+"""
+
+from itertools import pairwise
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,240 +19,313 @@ from client_fixtures import (
     assert_close,
     assert_same_bits,
     differ,
+    folder,
     initial,
     make_config,
     make_round,
+    small_source,
 )
+from run_fixtures import all_models, resume
 
 from client_app.methods import method_of
-from client_app.setup import build_network, representation_width
+from client_app.privacy import privatise
+from client_app.setup import build_network, client_indices, open_source, representation_width
+from protocol.config import resolve_config
+from protocol.options import ConfigError
+from server_app.inline import run_inline
 
-LAYERS = ("conv1", "conv2", "fc1", "fc2", "classifier")
+STAGES = ("conv1", "conv2", "fc1", "fc2")
+ARRAYS = [
+    *(
+        f"stages.{stage}.body.{inner}{kind}"
+        for stage, inner in zip(STAGES, ("", "", "1.", "1."), strict=True)
+        for kind in ("weight", "bias")
+    ),
+    *("classifier.weight", "classifier.bias"),
+]
+EXTRACTOR = ARRAYS[:-2]
+PAPER = {
+    "method": "fedreco",
+    "model": "cnn-fedreco",
+    "partition": "iid",
+    "local-test-fraction": 0.3,
+    "num-rounds": 3,
+    "batch-size": 6,  # of 14 training samples: the last batch has 2
+    "lr": 0.05,
+    "momentum": 0.0,
+    "weight-decay": 0.0,
+    "fedreco.lambda": 0.5,
+    "fedreco.eta-u": 0.05,
+    "fedreco.eta-v": 0.1,
+    "fedreco.eta-0": 0.2,
+    "device": "cpu",
+}
+OPTIONS = {
+    "reduction": {"fedreco.reduction": "sum", "fedreco.lambda": 0.1, "fedreco.eta-0": 0.01},
+    "g of all samples": {"fedreco.g-samples": "all"},
+    "clipped server step": {"fedreco.clip-g": 0.05},
+    "final round": {"fedreco.final-head-epochs": 9},
+    "all images": {"pool-test": True, "evaluate-global": False},
+    "split in the convolutions": {
+        **{"fedreco.split": "conv2", "momentum": 0.5, "weight-decay": 0.01},
+        **{"fedreco.lambda": 0.02, "fedreco.eta-0": 0.002, "fedreco.eta-v": 0.03},
+    },
+    "steps": {
+        **{"fedreco.split": "fc1", "fedreco.k-v": "7 steps", "fedreco.k-u": "2 epochs"},
+        **{"fedreco.lambda": 0.1, "fedreco.eta-0": 0.02},
+    },
+}
+OF_CODE = ("reduction", "g of all samples", "clipped server step", "final round", "all images")
+CODE = {
+    **{key: value for name in OF_CODE for key, value in OPTIONS[name].items()},
+    "layer-widths": "4,12,32,32",
+    "normalise": "half",
+    "clip-norm": 0.5,
+    "fedreco.clip-g": 0.5,
+}
+CASES = {"as published": {}} | OPTIONS | {"all of the code's": CODE}
 
 
-def reco(**keys):
-    """A config of FedReCo, without momentum unless asked for."""
-    base = {"momentum": 0.0, "weight_decay": 0.0, "fedreco__lambda": 0.7}
-    rates = {"fedreco__eta_u": 0.03, "fedreco__eta_v": 0.2}
-    return make_config(method="fedreco", **base | rates | keys)
-
-
-def shared_part(config, weights):
-    """u_0 of these weights."""
-    network = build_network(config, SHAPE, NUM_CLASSES)
-    return {
-        key: weights[key] for key in network.extractor_keys(config.flat["fedreco.split"] or "fc2")
-    }
-
-
-def u_0_of(config, seed):
-    """A shared extractor that is not the run's initial one."""
-    return shared_part(config, initial(config, seed=seed))
-
-
-def run_round(config, u_0=None, **about):
-    """The update of one round on what the server sends; u_0: by default the run's initial one."""
-    received = shared_part(config, initial(config)) if u_0 is None else u_0
-    now = make_round(config, received=received, **about)
-    return method_of(config).train(now)
-
-
-# --- Algorithm 1, written out for cnn-fedreco ---------------------------------------------------
-
-
-def layer(name, w, b, x):
-    """One layer of the network of section 6.1: two convolutions, three fully connected."""
-    if name.startswith("conv"):
-        return F.relu(F.max_pool2d(F.conv2d(x, w, b), 2))
-    x = x.flatten(1) @ w.T + b
-    return x if name == "classifier" else F.relu(x)
-
-
-def key_of(name, kind):
-    if name == "classifier":
-        return f"classifier.{kind}"
-    inner = "body" if name.startswith("conv") else "body.1"
-    return f"stages.{name}.{inner}.{kind}"
-
-
-def through(arrays, names, x):
-    for name in names:
-        x = layer(name, arrays[key_of(name, "weight")], arrays[key_of(name, "bias")], x)
+def output(w, names, x):
+    """The representation of x, or the logits where the classifier's arrays are among the names."""
+    for weight, bias in pairwise(names):
+        if not weight.endswith("weight"):
+            continue
+        if "conv" in weight:
+            x = F.max_pool2d(torch.relu(F.conv2d(x, w[weight], w[bias])), 2)
+        else:
+            x = x.flatten(1) @ w[weight].T + w[bias]
+            x = x if weight == "classifier.weight" else torch.relu(x)
     return x
 
 
-def big_h(h, h_0):
-    """H_i of a batch, eq. (5): for every sample the sum over entries, then the mean."""
-    return ((h - h_0) ** 2).sum() / len(h)
+def gradients(w, names, loss):
+    """The gradient of loss(w) with respect to the arrays of these names."""
+    point = w | {name: w[name].clone().requires_grad_() for name in names}
+    found = torch.autograd.grad(loss(point), [point[name] for name in names])
+    return dict(zip(names, found, strict=True))
 
 
-def algorithm_1(now, model, u_0, batches, k_v, k_u, split="fc2", momentum=0.0):
-    """(u_i, v_i) as one dict, and g_i: lines 7 to 18 in float64.
+def clipped(g, largest):
+    """g scaled down to this norm; 0: as it is."""
+    norm = sum((array**2).sum() for array in g.values()) ** 0.5
+    return {n: a * (min(1.0, largest / norm.item()) if largest else 1.0) for n, a in g.items()}
 
-    batches: indices of every batch, k_v for the head, k_u for the extractor, one to release.
-    """
-    o = method_of(now.config)
+
+def split_of(flat):
+    """The names of the extractor's arrays, and of the head's."""
+    num = 2 * STAGES.index(flat["fedreco.split"] or "fc2") + 2
+    return ARRAYS[:num], ARRAYS[num:]
+
+
+def big_h(h, h_0, reduction):
+    """H_i of these samples."""
+    of_samples = [((a - b) ** 2).sum() for a, b in zip(h, h_0, strict=True)]
+    return sum(of_samples) / (len(of_samples) if reduction == "mean" else 1)
+
+
+def client_round(now, w, u_0):
+    """(w, g_i) of one client after lines 7 to 18; w is (u_i, v_i)."""
+    flat, num_rounds = now.config.flat, now.config.rounds.num_rounds
     mean, std = now.train_samples.pixels.mean[0], now.train_samples.pixels.std[0]
-    images = (now.train_samples.images.double() / 255 - mean) / std
-    labels = now.train_samples.labels
-    until = LAYERS.index(split) + 1
-    w = {name: array.double().clone() for name, array in model.items()}
-    u_0 = {name: array.double() for name, array in u_0.items()}
-    u_names = [key_of(n, kind) for n in LAYERS[:until] for kind in ("weight", "bias")]
-    v_names = [key_of(n, kind) for n in LAYERS[until:] for kind in ("weight", "bias")]
+    images, labels = (
+        (now.train_samples.images.double() / 255 - mean) / std,
+        now.train_samples.labels,
+    )
+    final, how = flat["fedreco.final-head-epochs"], flat["fedreco.reduction"]
+    extractor, head = split_of(flat)
 
-    def step(names, objective, rate, velocity):
-        point = w | {n: w[n].clone().requires_grad_() for n in names}
-        gradients = torch.autograd.grad(objective(point), [point[n] for n in names])
-        for n, g in zip(names, gradients, strict=True):
-            velocity[n] = momentum * velocity.get(n, 0) + g
-            w[n] = w[n] - rate * velocity[n]
+    def batches(stream, duration):
+        num, unit = duration.split()
+        for step in now.steps(stream, int(num), "steps" if unit == "steps" else "epochs"):
+            yield images[step.index], labels[step.index]
 
-    batches, velocity = list(batches), {}
-    for _ in range(k_v):  # lines 8 to 11
-        b = batches.pop(0)
-        x, y = images[b], labels[b]
-        step(v_names, lambda p: F.cross_entropy(through(p, LAYERS, x), y), o.eta_v, velocity)  # noqa: B023
-    for _ in range(k_u):  # lines 13 to 16
-        b = batches.pop(0)
-        x, y = images[b], labels[b]
+    def descend(w, names, loss_of, phase, rate):
+        velocity = dict.fromkeys(names, 0.0)
+        for x, y in phase:
+            g = gradients(w, names, lambda p, x=x, y=y: loss_of(p, x, y))
+            g = clipped(g, flat["clip-norm"])
+            g = {n: g[n] + flat["weight-decay"] * w[n] for n in names}
+            velocity = {n: flat["momentum"] * velocity[n] + g[n] for n in names}
+            w = w | {n: w[n] - rate * velocity[n] for n in names}
+        return w
 
-        def objective(p, x=x, y=y):
-            f_i = F.cross_entropy(through(p, LAYERS, x), y)
-            h, h_0 = through(p, LAYERS[:until], x), through(u_0, LAYERS[:until], x)
-            return f_i + o.lambda_ / 2 * big_h(h, h_0)
+    def f_i(p, x, y):
+        return F.cross_entropy(output(p, ARRAYS, x), y)
 
-        step(u_names, objective, o.eta_u, velocity)
-    (b,) = batches  # line 18
-    point = {n: u_0[n].clone().requires_grad_() for n in u_names}
-    h = through(w, LAYERS[:until], images[b])
-    distance = big_h(h, through(point, LAYERS[:until], images[b]))
-    gradients = torch.autograd.grad(distance, list(point.values()))
-    return w, dict(zip(point, gradients, strict=True))
+    def with_consensus(p, x, y):
+        h_i = big_h(output(p, extractor, x), output(u_0, extractor, x), how)
+        return f_i(p, x, y) + flat["fedreco.lambda"] / 2 * h_i
 
-
-@pytest.mark.parametrize(
-    ("keys", "split"),
-    [
-        ({}, "fc2"),
-        ({"fedreco__k_v": "2 epochs", "fedreco__k_u": "3 epochs", "momentum": 0.5}, "fc2"),
-        ({"fedreco__split": "conv2", "fedreco__lambda": 0.2}, "conv2"),
-        ({"fedreco__split": "fc1", "fedreco__k_v": "7 steps", "fedreco__k_u": "3 steps"}, "fc1"),
-    ],
-    ids=["as published", "epochs and momentum", "split in the convolutions", "steps"],
-)
-def test_a_round_is_algorithm_1(keys, split):
-    config = reco(**keys, batch_size=12)  # three batches an epoch: 12, 12, 6
-    u_0, kept = u_0_of(config, seed=3), initial(config, seed=4)
-    now = make_round(config, number=2, received=u_0, state={"model": kept})
-    update = method_of(config).train(now)
-    counts = {"1 epoch": 3, "2 epochs": 6, "3 epochs": 9, "7 steps": 7, "3 steps": 3}
-    k_v, k_u = (counts[config.flat[f"fedreco.{key}"]] for key in ("k-v", "k-u"))
-    assert update.num_steps == k_v + k_u
-    streams = (("head", k_v), ("extractor", k_u), ("release", 1))
-    batches = [step.index for stream, n in streams for step in now.steps(stream, n, "steps")]
-    assert len({tuple(index.tolist()) for index in batches}) == len(batches)
-    momentum = config.train.momentum
-    model, g_i = algorithm_1(now, kept, u_0, batches, k_v, k_u, split, momentum=momentum)
-    assert update.arrays.keys() == g_i.keys() == u_0.keys()
-    assert_close(update.state["model"], model, rtol=0, atol=2e-6)
-    for name, g in g_i.items():
-        assert g.abs().max() > 1e-4, f"{name}: nothing to compare"
-    assert_close(update.arrays, g_i, rtol=1e-4, atol=5e-6)
-    # far enough from where it began, and from a round without consensus, for this to mean something
-    assert min((model[n] - kept[n]).abs().max() for n in model) > 1e-3
+    k_v = f"{final} epochs" if final and now.round == num_rounds else flat["fedreco.k-v"]
+    w = descend(w, head, f_i, batches("head", k_v), flat["fedreco.eta-v"])
+    phase = batches("extractor", flat["fedreco.k-u"])
+    w = descend(w, extractor, with_consensus, phase, flat["fedreco.eta-u"])
+    x = images
+    if flat["fedreco.g-samples"] == "batch":
+        [(x, _)] = batches("release", "1 steps")
+    h = output(w, extractor, x)
+    return w, gradients(u_0, extractor, lambda p: big_h(h, output(p, extractor, x), how))
 
 
-# --- who moves what -------------------------------------------------------------------------------
+def plain_run(config):
+    """u_0 and each client's model after all rounds."""
+    start = {name: array.double() for name, array in initial(config).items()}
+    extractor, _ = split_of(config.flat)
+    u_0, models = {name: start[name] for name in extractor}, [start] * 3
+    for number in range(1, config.rounds.num_rounds + 1):
+        received, gs = u_0, []
+        for i in range(3):
+            now = make_round(config, number, partition=i, of=3)
+            models[i], g_i = client_round(now, models[i], received)
+            gs.append(g_i)
+        g = {name: sum(g_i[name] for g_i in gs) / 3 for name in extractor}
+        g = clipped(g, config.flat["fedreco.clip-g"])
+        u_0 = {name: u_0[name] - config.flat["fedreco.eta-0"] * g[name] for name in extractor}
+    found = {f"model/{name}": array for name, array in u_0.items()}
+    for i, model in enumerate(models):
+        found |= {f"client-{i:04}/round-00003/model/{n}": a for n, a in model.items()}
+    return found
 
 
-def split_names(config):
-    u = set(shared_part(config, initial(config)))
-    return u, initial(config).keys() - u
+@pytest.fixture(scope="module")
+def published():
+    """The plain loops' result as published."""
+    return plain_run(resolve_config(PAPER | {"source": small_source()}))
 
 
-# what would move weights that get no gradient
-MOVING = {"batch_size": 16, "momentum": 0.9, "weight_decay": 0.01}
-NETWORKS = pytest.mark.parametrize(
-    "keys",
-    [
-        {},
-        {"fedreco__split": "conv2"},
-        {"model": "resnet20", "norm": "group", "fedreco__split": "conv2_x"},
-    ],
-    ids=["cnn", "cnn split early", "resnet20 split early"],
-)
+@pytest.mark.parametrize("case", CASES)
+def test_three_rounds_of_three_clients_are_those_of_plain_loops(
+    case, published, tmp_path, no_pictures
+):
+    keys = PAPER | {"source": small_source(), "keep-state": True} | CASES[case]
+    expected = plain_run(resolve_config(keys))
+    found = all_models(run_inline(keys | {"output-dir": str(tmp_path)}, 3))
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        torch.testing.assert_close(found[name].double(), array, rtol=0, atol=2e-6, msg=name)
+    far = [
+        name
+        for name, array in expected.items()
+        if name not in published
+        or array.shape != published[name].shape
+        or (array - published[name]).abs().max() > 1e-3
+    ]
+    assert bool(far) == (case != "as published")  # each option matters here
 
 
-@NETWORKS
-def test_each_phase_moves_its_part_alone(keys):
-    kept = initial(reco(**keys), seed=4)
-    u, v = split_names(reco(**keys))
-    for part, rest, none in ((v, u, "fedreco__k_u"), (u, v, "fedreco__k_v")):
-        config = reco(**keys, **MOVING, **{none: "0 epochs"})
-        state = run_round(config, u_0_of(config, seed=3), state={"model": kept}).state["model"]
-        assert_same_bits(state, kept, names=rest)
-        moved = set(differ(state, kept))
-        assert {n for n in part if "conv" in n and n.endswith("weight")} <= moved <= part
-        assert moved
+def test_all_images_are_split_and_each_client_tests_on_its_own_share():
+    keys = PAPER | OPTIONS["all images"] | {"source": small_source()}
+    config = resolve_config(keys)
+    with np.load(f"{folder().name}/small.npz") as data:
+        images = np.concatenate([data["x_train"], data["x_test"]])[:, None]
+    assert np.array_equal(open_source(config).train.images, images)
+    assert len(open_source(config).test.labels) == 18  # for diagnostics
+    parts = [client_indices(config, i, 3) for i in range(3)]
+    assert sorted(np.concatenate([p for pair in parts for p in pair])) == list(range(78))
+    assert [len(train) + len(test) for train, test in parts] == [26] * 3
+    assert {len(test) for _, test in parts} <= {7, 8}
 
 
-def test_a_clients_own_extractor_is_never_overwritten():
-    config = reco(fedreco__eta_u=0.0, fedreco__eta_v=0.0)
-    first = run_round(config, u_0_of(config, seed=3))
-    second = run_round(config, u_0_of(config, seed=6), number=2, state=first.state)
-    assert_same_bits(second.state["model"], first.state["model"])
-    # ... nor where the server's arrays come along for an evaluation
-    now = make_round(config, number=2, received=u_0_of(config, seed=7), state=first.state)
-    personal = method_of(config).personal_model(now, first.state)
-    assert_same_bits(personal.state_dict(), first.state["model"])
+def test_g_of_all_samples_is_clipped_before_its_noise_so_that_its_sensitivity_is_as_before():
+    """Whatever the data: at most C from zero, and 2C from each other."""
+    keys = PAPER | OPTIONS["g of all samples"] | {"source": small_source()}
+    noised = keys | {"privacy.epsilon": 0.5, "privacy.clip-norm": 0.01}
+    u_0 = {name: initial(resolve_config(keys))[name] for name in EXTRACTOR}
+    plain, private = (make_round(resolve_config(each), received=u_0) for each in (keys, noised))
+    g = method_of(plain.config).train(plain).arrays
+    noise = privatise({name: torch.zeros_like(array) for name, array in g.items()}, private)
+    sent = method_of(private.config).train(private).arrays
+    for name, array in clipped(g, 0.01).items():
+        torch.testing.assert_close(sent[name] - noise[name], array, rtol=0, atol=1e-4)
+    assert sum((a**2).sum() for a in g.values()) ** 0.5 > 0.1
+
+
+# --- first contact, and another architecture ------------------------------------------------------
+
+
+def still(**keys):
+    """A config with which a round moves nothing."""
+    return make_config(method="fedreco", fedreco__eta_u=0.0, fedreco__eta_v=0.0, **keys)
 
 
 def test_first_contact_takes_u_0_and_a_head_from_the_runs_seed():
-    config = reco(fedreco__eta_u=0.0, fedreco__eta_v=0.0, seed=11)
-    u_0 = u_0_of(config, seed=3)
-    u, v = split_names(config)
-    assert u | v == initial(config).keys()
-    for partition in (0, 1):
-        update = run_round(config, u_0, number=5, partition=partition)
-        assert_same_bits(update.state["model"], u_0, names=u)
-        assert_same_bits(update.state["model"], initial(config), names=v)
-    other = reco(fedreco__eta_u=0.0, fedreco__eta_v=0.0, seed=12)
-    assert differ(initial(other), initial(config)) != []
+    """In any round; a later participation, and the personal model, are of the client's own."""
+    config = still(seed=11)
+    u_0, other = ({n: initial(config, seed=s)[n] for n in EXTRACTOR} for s in (3, 6))
+    ctx = make_round(config, 5, received=u_0)
+    first = method_of(config).train(ctx)
+    assert_same_bits(first.state["model"], initial(config) | u_0)
+    assert differ(initial(still(seed=12)), initial(config))
+    ctx = make_round(config, 6, received=other, state=first.state)
+    assert_same_bits(method_of(config).train(ctx).state["model"], first.state["model"])
+    personal = method_of(config).personal_model(ctx, first.state)
+    assert_same_bits(personal.state_dict(), first.state["model"])
 
 
-# --- another architecture -------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_cnn(monkeypatch):
-    """`small-cnn`: one convolution, one fully connected layer, as wide as cnn-fedreco's 84."""
+def test_a_client_of_another_architecture_shares_the_representation_alone(monkeypatch):
     add_small_cnn(monkeypatch)
-    return "small-cnn"
-
-
-def test_a_client_of_another_architecture_shares_the_representation_alone(small_cnn):
-    config = reco(client_models=f"cnn-fedreco, {small_cnn}", batch_size=100)
-    u_0 = u_0_of(config, seed=3)
+    keys = {"method": "fedreco", "client_models": "cnn-fedreco, small-cnn", "batch_size": 100}
+    config = make_config(**keys)
+    u_0 = {n: initial(config, seed=3)[n] for n in EXTRACTOR}
     now = make_round(config, received=u_0, partition=1)
-    assert now.model.name == small_cnn
+    assert now.model.name == "small-cnn"
     assert representation_width(config, now.model) == 84
     update = method_of(config).train(now)
-    own = build_network(config, SHAPE, NUM_CLASSES, small_cnn)
+    own = build_network(config, SHAPE, NUM_CLASSES, "small-cnn")
     assert update.state["model"].keys() == own.state_dict().keys()
     assert differ(update.state["model"], own.state_dict())
     # g_i, by autograd: u_0's names and shapes, the representation of the other network
-    shared = build_network(config, SHAPE, NUM_CLASSES)
-    shared.load_state_dict(initial(config) | u_0)
     own.load_state_dict(update.state["model"])
     (x, _) = next(now.train_samples.in_order())
     h = own.extract(x, "fc1").detach()
-    distance = (shared.extract(x, "fc2") - h).square().sum() / len(x)
-    distance.backward()
-    wanted = {name: p.grad for name, p in shared.named_parameters() if p.grad is not None}
-    assert update.arrays.keys() == wanted.keys() == u_0.keys()
-    assert_close(update.arrays, wanted, rtol=1e-3, atol=1e-5)
-    # its second participation starts from its own state
-    still = reco(client_models=f"cnn-fedreco, {small_cnn}", fedreco__eta_u=0.0, fedreco__eta_v=0.0)
-    second = run_round(still, u_0, number=2, partition=1, state=update.state)
-    assert_same_bits(second.state["model"], update.state["model"])
+    point = {n: a.double() for n, a in u_0.items()}
+    g = gradients(point, EXTRACTOR, lambda p: big_h(h, output(p, EXTRACTOR, x.double()), "mean"))
+    assert update.arrays.keys() == g.keys()
+    assert_close(update.arrays, g, rtol=1e-3, atol=1e-5)
+
+
+# --- what does not fit ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ({"pool-test": True, "evaluate-global": True}, "evaluate-global"),
+        ({"layer-widths": "4,12,1024"}, "layer-widths"),
+        ({"layer-widths": "4,12,1024,0"}, "layer-widths"),
+        ({"layer-widths": "4,13,120,84"}, "layer-widths"),
+        ({"layer-widths": "4;12"}, "layer-widths"),
+        ({"layer-widths": "4,12,1024,1024", "model": "resnet20"}, "layer-widths"),
+        ({"variant": "fedrcl"}, "variant"),
+        ({"variant": "fedavg", "model": "vgg9"}, "variant"),
+        ({"fedreco.clip-g": -1.0}, "fedreco.clip-g"),
+        ({"fedreco.g-samples": "some"}, "fedreco.g-samples"),
+    ],
+    ids=str,
+)
+def test_a_setting_that_does_not_fit_is_refused_by_its_key(keys, key, tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        run_inline(PAPER | {"source": "digits", "output-dir": str(tmp_path)} | keys, 3)
+    assert refused.value.key == key
+    assert "\n" not in str(refused.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"), [({"layer-widths": "4,12,120,80"}, "layer-widths"), ({}, "client-models")]
+)
+def test_representations_of_two_widths_are_refused_before_round_1(keys, key, tmp_path):
+    mixed = {"client-models": "cnn-fedreco, cnn-fedcka"} | keys
+    with pytest.raises(ConfigError) as refused:
+        run_inline(PAPER | {"source": "digits", "output-dir": str(tmp_path)} | mixed, 3)
+    assert refused.value.key == key
+    assert "\n" not in str(refused.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_with_a_final_round_is_not_continued_past_it(tmp_path):
+    keys = PAPER | OPTIONS["final round"] | {"source": small_source(), "keep-state": True}
+    path = run_inline(keys | {"output-dir": str(tmp_path)}, 3)
+    with pytest.raises(ValueError, match=r"^num-rounds = 5: .*fedreco"):
+        resume(path, 3, num_rounds=5)
