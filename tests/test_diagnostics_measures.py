@@ -5,12 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from printed_formulas import cka_as_printed, cosine, covariances
+from printed_formulas import cosine, covariances
 
-from client_app.similarity import linear_view
 from server_app.diagnostics.measures import (
     between_class_trace,
-    cka_of_views,
     deviation_bounds,
     effective_rank,
     variability_collapse_index,
@@ -31,16 +29,6 @@ def unequal_labels(n, num_classes, seed):
     y = np.r_[np.arange(num_classes).repeat(2), np.zeros(n - 2 * num_classes, int)]
     y[2 * num_classes :: 3] = 1
     return torch.from_numpy(np.random.default_rng(seed).permutation(y))
-
-
-# --- CKA -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("p", "q"), [(3, 3), (20, 17), (3, 20), (20, 3), (2, 4)])
-def test_cka_of_views_is_equation_3_also_of_taps_of_unlike_width(p, q):
-    x, y = features(12, p, seed=1), features(12, q, seed=2)
-    found = cka_of_views(linear_view(x), linear_view(y))
-    assert found == pytest.approx(cka_as_printed(x, y), rel=1e-12)
 
 
 # --- covariances -----------------------------------------------------------------------------

@@ -6,7 +6,6 @@ those that need CUDA's own calls.
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import warnings
@@ -17,21 +16,18 @@ import torch
 import torch.nn.functional as F
 from client_fixtures import Client, initial, make_config, make_round, subject_of, train
 from method_fixtures import METHODS
-from run_fixtures import SMALL, all_models, history_of, resume, same_bits
+from run_fixtures import SMALL, all_models, resume, same_bits
 from test_client_graphs import LONG
 from test_client_waits import train_two_rounds
-from torch.utils import _pytree as pytree
 
 import client_app.graphs
 import client_app.handlers
 import client_app.trainer
 from client_app.evaluation import predictions
 from client_app.methods.fedcr import FedCR
-from client_app.networks import forward_in, placed, products
-from client_app.setup import model_for, open_source
+from client_app.networks import forward_in, products
 from client_app.worker_client import worker_status, worker_variable
 from flower_adapter import GPU_LOST
-from protocol.config import resolve_config
 from server_app.inline import run_inline
 
 DEVICE = os.environ.get("TEST_DEVICE", "cuda")
@@ -67,35 +63,6 @@ def distance(arrays, others, start=()):
     return ((a - b).norm() / (b - o).norm().clamp_min(1e-300)).item()
 
 
-def groups_of(update):
-    """All arrays of an update, by part."""
-    parts = {"arrays": update.arrays, "extra": update.extra}
-    parts |= {f"state {group}": arrays for group, arrays in update.state.items()}
-    return {name: arrays for name, arrays in parts.items() if arrays}
-
-
-def assert_near(found, expected, limit, starts=({}, {}, {})):
-    """The updates agree in every part, to `limit` of its norm, and in their loss terms.
-
-    starts: from which the arrays of each have moved.
-    """
-    far = {}
-    assert len(found) == len(expected)
-    for number, (one, other, start) in enumerate(zip(found, expected, starts, strict=False), 1):
-        assert (one.num_steps, one.terms.keys()) == (other.num_steps, other.terms.keys())
-        parts = groups_of(other)
-        assert groups_of(one).keys() == parts.keys()
-        far |= {
-            (number, p): distance(groups_of(one)[p], parts[p], start if p == "arrays" else {})
-            for p in parts
-        }
-        far |= {
-            (number, term): abs(one.terms[term] - value) / max(abs(value), 1e-2)
-            for term, value in other.terms.items()
-        }
-    assert not {what: d for what, d in far.items() if not d <= limit}, f"limit {limit}: {far}"
-
-
 @pytest.fixture
 def draws_on_cpu(monkeypatch):
     """FedCR draws on its device; a CPU's and a GPU's generators give other numbers."""
@@ -111,27 +78,6 @@ def draws_on_cpu(monkeypatch):
 
 
 # --- local training -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_local_training_is_that_of_a_cpu_in_float64(method, in_float64, draws_on_cpu):
-    subject = subject_of(method)
-    found, expected = (train_two_rounds(subject, device=d) for d in (DEVICE, "cpu"))
-    assert_near(found, expected, TOLERANCE.get(method, 1e-8))
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_float32_is_float32(method, draws_on_cpu):
-    """Of what a round changes, rounding to TF32 changes 2e-3 to 8e-1, and float32's about 1e-6.
-
-    FedDecorr: 1e-1 and 1e-4.
-    """
-    subject = subject_of(method)
-    found, expected = (train_two_rounds(subject, device=d) for d in (DEVICE, "cpu"))
-    starts = ({}, {})
-    if METHODS[method].sends_weights:
-        starts = [subject.round(subject.config(), n, {}).received for n in (1, 2)]
-    assert_near(found, expected, 2e-2 if method == "feddecorr" else 5e-4, starts)
 
 
 @on_cuda
@@ -211,35 +157,12 @@ def test_recorded_steps_are_those_that_are_not(keys, in_float64, recordings, cap
     assert num >= 4, caplog.text  # of batches and of steps, in each round
     assert num == len(recordings)
     assert not client_app.graphs.Replayed.obstacles
-    assert_near(found, expected, TOLERANCE.get(method, 1e-8))
-
-
-@on_cuda
-def test_a_step_that_waits_is_not_recorded(recordings, caplog, monkeypatch):
-    caplog.set_level("INFO")
-    penalty = METHODS["moon"].penalty
-
-    def waiting(self, batch):
-        return penalty(self, batch) * (2 if batch.logits.sum().item() > 1e9 else 1)
-
-    subject = subject_of("moon")
-    keys = {"device": DEVICE, "local_epochs": 6}
-    expected = train_two_rounds(subject, cuda_graphs=False, **keys)
-    monkeypatch.setattr(METHODS["moon"], "penalty", waiting)
-    found = train_two_rounds(subject, cuda_graphs=True, **keys)
-    assert "is not recorded as a CUDA graph" in caplog.text
-    assert torch.rand(1, device=DEVICE).isfinite()
-    assert_near(found, expected, 1e-4)
-
-
-@pytest.mark.parametrize("norm", ["group", "batch"])
-def test_a_network_has_the_memory_format_that_is_fastest_on_the_device(norm):
-    config = resolve_config({"source": "digits", "model": "resnet20", "norm": norm})
-    network = placed(model_for(config, open_source(config)), torch.device(DEVICE))
-    layout = torch.contiguous_format if norm == "group" and DEVICE != "cpu" else torch.channels_last
-    kernels = [weight for weight in network.parameters() if weight.ndim == 4]
-    assert len(kernels) > 9
-    assert all(weight.is_contiguous(memory_format=layout) for weight in kernels)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.num_steps, one.terms) == (other.num_steps, pytest.approx(other.terms, rel=1e-5))
+        parts = [("arrays", one.arrays, other.arrays), ("extra", one.extra, other.extra)]
+        parts += [(group, one.state[group], arrays) for group, arrays in other.state.items()]
+        far = {name: distance(a, b) for name, a, b in parts}
+        assert max(far.values()) <= TOLERANCE.get(method, 1e-8), far
 
 
 # --- precision ------------------------------------------------------------------------------------
@@ -354,17 +277,6 @@ def test_a_run_resumes(method, tmp_path, record_property, no_pictures):
     assert DEVICE == "cuda" or manifest["machines"][0].startswith("cpu: ")
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedreco"])
-def test_diagnostics_agree_with_those_of_a_cpu(method, in_float64, no_pictures):
-    def numbers(device):
-        folder = subject_of(method).run(num_rounds=2, device=device, diagnostics="all")
-        found = [line["diagnostics"] for line in history_of(folder)]
-        assert len(found) == 2
-        return [value or 0.0 for value in pytree.tree_leaves(found)]  # None: of too few samples
-
-    assert numbers(DEVICE) == pytest.approx(numbers("cpu"), rel=1e-4, abs=1e-6)
-
-
 # --- in processes of their own: a full, a shared and a lost GPU -----------------------------------
 
 
@@ -377,27 +289,18 @@ def environment(home):
     }
 
 
-def python(home, *arguments, limit_s=150, **more):
-    """(code, stdout, stderr) of a Python process; one that takes too long is ended as by Ctrl-C."""
-    process = subprocess.Popen(
+def python(home, *arguments, **more):
+    """(code, stdout, stderr) of a Python process."""
+    done = subprocess.run(
         [sys.executable, *arguments],
         cwd=root,
         env=environment(home) | more,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
+        timeout=150,
+        check=False,
     )
-    try:
-        out, err = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
-        try:
-            out, err = process.communicate(timeout=30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            out, err = process.communicate()
-        pytest.fail(f"not done after {limit_s} s: {out[-3000:]}\n{err[-3000:]}")
-    return process.returncode, out, err
+    return done.returncode, done.stdout, done.stderr
 
 
 @on_cuda
@@ -465,11 +368,11 @@ def test_a_lost_gpu_ends_a_run_with_one_line(tmp_path):
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
     assert code == 1, (out, err)
     assert len(lines) == 1, err
-    assert lines[0].startswith("error: round 1: 0 accepted replies, min-replies = 1."), lines
+    assert lines[0].startswith("error: round 1: "), lines
     assert any(text in lines[0] for text in LOST_TEXTS), lines
     assert "Traceback" not in out + err, err
     summary = json.loads((tmp_path / "runs" / "lost" / "summary.json").read_text())
-    assert summary["status"].startswith("failed: round 1"), summary
+    assert summary["status"].startswith("failed: "), summary
 
 
 def test_a_worker_that_lost_its_gpu_answers_and_ends(tmp_path, monkeypatch):
@@ -504,38 +407,21 @@ def test_a_worker_that_lost_its_gpu_answers_and_ends(tmp_path, monkeypatch):
 # --- Flower's simulation --------------------------------------------------------------------------
 
 
-def flower_run(folder, *options):
-    """The workers in the manifest of a run that ends where the inline one does."""
+@pytest.mark.parametrize("share", ["0.25", pytest.param("", marks=on_cuda)])
+def test_workers_of_a_simulation_share_a_gpu_or_have_their_own(share, tmp_path, no_pictures):
+    """Their run ends where the inline one does."""
     pytest.importorskip("ray")
+    options = ["--gpus-per-client", share] if share and DEVICE == "cuda" else []
     given = {"method": "fedreco", "fedreco.eta-0": 0.5, "local-test-fraction": 0.2}
     keys = SMALL | given | {"device": DEVICE, "run-name": "one"}
     arguments = [*(f"{k}={v}" for k, v in keys.items()), "--engine", "flower", "--clients", "4"]
-    code, out, err = python(folder, "-m", "keel", "run", *arguments, *options)
+    code, out, err = python(tmp_path, "-m", "keel", "run", *arguments, *options)
     assert code == 0, (out, err)
-    made = folder / "runs" / "one"
-    inline = run_inline(keys | {"output-dir": str(folder / "inline")}, 4)
-    far = distance(all_models(made), all_models(inline))
-    assert far < 1e-4, far
+    made = tmp_path / "runs" / "one"
+    inline = run_inline(keys | {"output-dir": str(tmp_path / "inline")}, 4)
+    assert distance(all_models(made), all_models(inline)) < 1e-4
     workers = json.loads((made / "manifest.json").read_text())["workers"]
     if DEVICE == "cuda":
-        assert {each["device"] for each in workers} == {"cuda:0"}, workers
+        assert len(workers) == (4 if share else min(4, torch.cuda.device_count()))
         assert {each["machine"] for each in workers} == {f"cuda: {machine_name()}"}, workers
-    else:
-        assert {each["device"] for each in workers} == {"cpu"}, workers
-    assert f"\nworkers     {len(workers)} on {workers[0]['device']}\n" in out
-    log = (made / "run.log").read_text()
-    for text, says in ((out, "GPUs        each worker has its own"), (log, "a GPU of its own")):
-        assert (says in text) == (DEVICE == "cuda" and not options), text
-    return workers
-
-
-def test_workers_of_a_simulation_share_the_gpu(tmp_path, no_pictures):
-    options = ["--gpus-per-client", "0.25"] if DEVICE == "cuda" else []
-    workers = flower_run(tmp_path, *options)
-    assert len(workers) == 4 or DEVICE != "cuda", workers
-
-
-@on_cuda
-def test_a_worker_of_a_simulation_has_a_gpu_of_its_own(tmp_path, no_pictures):
-    workers = flower_run(tmp_path)
-    assert len(workers) == min(4, torch.cuda.device_count()), workers
+    assert {each["device"] for each in workers} == {"cuda:0" if DEVICE == "cuda" else "cpu"}
