@@ -20,7 +20,6 @@ DECODE_CHUNK = 256  # images a thread decodes at a time
 # Pillow's names of the formats that are read, whatever a file's ending: it would give EPS, for
 # example, to Ghostscript.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-FRAMES_SUFFIXES = (".gif", ".tif", ".tiff", ".webp")  # of stacks and animations
 MAX_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 0)  # Pillow decodes no larger image
 # Pillow's warnings about transparency, which is discarded, and metadata do not name the file.
 warnings.filterwarnings(
@@ -70,14 +69,6 @@ class RawSplit:
             return (1 if item.ndim == 2 else 3), is_deep(item)
         with _opened(item) as image:
             return CHANNELS_OF_MODE.get(image.mode, 1), is_deep(image)
-
-    def num_frames(self, i: int) -> int:
-        """How many images the file of image i has, of which the first is read."""
-        item: str | np.ndarray = self.images[i]
-        if isinstance(item, np.ndarray) or not item.lower().endswith(FRAMES_SUFFIXES):
-            return 1
-        with _opened(item) as image:
-            return int(getattr(image, "n_frames", 1))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ import csv
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,24 +120,6 @@ def _label_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
         raise ValueError(f"{file}: not a table in UTF-8: {one_line(error)}") from error
 
 
-def _contradictions(
-    file: Path, rows: list[dict[str, str]], class_names: Sequence[str]
-) -> Iterator[str]:
-    """A line if the column `label` names another class than the folder of an image."""
-    wrong = [
-        (row["path"], folder, label)
-        for row in rows
-        if (label := row.get("label", "").strip()) in class_names
-        and (folder := "".join(Path(row["path"]).parts[1:2])) != label
-    ]
-    if wrong:
-        image, folder, label = map(printable, wrong[0])
-        yield (
-            f"{file}: {num_of('image has', wrong, 'images have')} another label than the folder, "
-            f"which decides: {image} is in {folder}, its label is {label}"
-        )
-
-
 def _normal(path: str) -> str:
     return os.path.normpath(path.strip().replace("\\", "/"))
 
@@ -146,12 +127,10 @@ def _normal(path: str) -> str:
 def grouped_folder(path: Path, column: str, raw: RawSource) -> RawSource:
     """The groups in a column of labels.csv, which has a row for each image.
 
-    column: "" adds a note if there is such a column. So does a column `label` that contradicts the
-    folders, which decide. ValueError naming an image with two groups.
+    column: "" adds a note if there is such a column. ValueError naming an image with two groups.
     """
     file = path / LABELS_FILE
     found, rows = _label_table(path)
-    raw.notes.extend(_contradictions(file, rows, raw.class_names))
     if not column:
         if others := [each for each in found if each not in ("path", "label")]:
             raw.notes.append(

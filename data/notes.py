@@ -1,35 +1,18 @@
-"""What is unusual about a data set, but allowed: the same image twice, blank images, alike names.
+"""What is unusual about a data set, but allowed: the same image twice, and blank images.
 
 Each line is shown where the data is first used (a run's log and summary, a site's worker, the
 doctor, `keel datasets`) and stays on that machine, as it may name files.
 """
 
 import hashlib
-import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from data.decoding import RawSource
 from protocol.text import num_of, printable
 
-LARGEST_FLOAT = 20  # normalised pixels are below
 Place = tuple[int, int]  # (0 in train or 1 in test, number of the image there)
-
-
-def notes_on_names(names: Iterable[str]) -> list[str]:
-    """A line for each class whose name differs from another's in case or Unicode form alone."""
-    first: dict[str, str] = {}
-    notes = []
-    for name in names:
-        folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
-        alike = first.setdefault(" ".join(folded.split()), name)
-        if alike != name:
-            notes.append(
-                f"the classes {printable(alike)!a} and {printable(name)!a} differ in case, spaces "
-                "or Unicode form alone: they are two classes, rename one if they should be one"
-            )
-    return notes
 
 
 def blank_and_equal(
@@ -50,8 +33,8 @@ def blank_and_equal(
 def notes_on_images(raw: RawSource, images: Sequence[np.ndarray]) -> list[str]:
     """A line for images of one colour, for those in train and test, and for those in two classes.
 
-    And for files with several images, and for floats that cannot have 1.0 as white. images: [N, C,
-    H, W], as decoded, of train and test. Images of one colour are not counted as the same.
+    images: [N, C, H, W], as decoded, of train and test. Images of one colour are not counted as the
+    same.
     """
     blank, places = blank_and_equal(images)
     splits = raw.train, raw.test
@@ -65,22 +48,6 @@ def notes_on_images(raw: RawSource, images: Sequence[np.ndarray]) -> list[str]:
         return int(splits[part].labels[i])
 
     notes = []
-    stacks = [
-        (part, i)
-        for part, split in enumerate(splits)
-        for i in range(len(split.labels))
-        if split.num_frames(i) > 1
-    ]
-    if stacks:
-        notes.append(
-            f"{num_of('file has', stacks, 'files have')} several images, of which the first is "
-            f"read, as {name(stacks[0])}"
-        )
-    if images[0].dtype == np.float32 and (largest := float(images[0].max()) / 255) > LARGEST_FLOAT:
-        notes.append(
-            f"{raw.train.array} has floats up to {largest:g}, and 1.0 counts as white: divide them "
-            "by what is white if pictures are to be predicted"
-        )
     if blank:
         of = f"{len(blank)} of {num_of('image', sum(map(len, images)))}"
         are = "is" if len(blank) == 1 else "are"

@@ -36,7 +36,7 @@ from data.decoding import (
     own_window,
 )
 from data.folders import LABELS_FILE
-from data.notes import notes_on_images, notes_on_names
+from data.notes import notes_on_images
 from data.npz import label_names
 from data.partitions import split_local_test
 from data.plain import is_plain, plain_channels, plain_mean_and_std, write_plain
@@ -223,7 +223,6 @@ def with_names(source: Source, names: dict[str, str]) -> Source:
         test=test,
         class_names=tuple(names.values()),
         own_labels=tuple(names),
-        notes=(*source.notes, *notes_on_names(names.values())),
     )
 
 
@@ -345,11 +344,7 @@ def _write_entry(entry: Path, key: Key, raw: RawSource, reading: Reading, is_own
     mean, std = (plain_mean_and_std if arrays_are_plain else mean_and_std)(decoded[0])
     about = {"key": key, "class_names": raw.class_names, "mean": mean, "std": std}
     about |= {"own_labels": raw.own_labels, "window": window}
-    about["notes"] = raw.notes
-    if is_own:
-        about["notes"] = [
-            *raw.notes, *notes_on_names(raw.class_names), *notes_on_images(raw, decoded)
-        ]  # fmt: skip
+    about["notes"] = [*raw.notes, *(notes_on_images(raw, decoded) if is_own else ())]
     file = entry / "about.json"
     with naming(file):
         file.write_text(json.dumps(about, indent=1))

@@ -5,7 +5,7 @@ import warnings
 
 import numpy as np
 import pytest
-from data_fixtures import make_folder, make_npz, random_images, rejected
+from data_fixtures import make_npz, random_images, rejected
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import ExifTags, Image, ImageFile, ImageOps
@@ -35,14 +35,9 @@ FILES = [
 ]
 
 
-def zero_block(content, place, size):
-    return content[:place] + bytes(size) + content[place + size :]
-
-
 DAMAGES = {
     "byte": lambda b, place, value: b[:place] + bytes([b[place] ^ (value or 1)]) + b[place + 1 :],
-    "bytes": lambda b, place, value: b[:place] + bytes([value]) * 3 + b[place + 3 :],
-    "block": lambda b, place, value: zero_block(b, place, 1 + value),
+    "block": lambda b, place, value: b[:place] + bytes(1 + value) + b[place + 1 + value :],
     "cut": lambda b, place, value: b[:place],
     "text mode": lambda b, place, value: b.replace(b"\r\n", b"\n").replace(b"\n", b"\r\n"),
     "shifted": lambda b, place, value: b[:place] + bytes([value]) + b[place:],
@@ -80,25 +75,12 @@ def test_a_damaged_file_is_what_its_decoder_makes_of_it(tmp_path_factory, file, 
     refusal = ""
     try:
         found = open_image(str(path))
-    except ImageFileError as error:
+    except ImageFileError as error:  # also what Keel does not read, such as 16-bit colours
         refusal = str(error)
-    if refusal:  # also of what Keel does not read, such as a header of 16-bit colours
-        assert path.name in refusal
-    else:
+    assert path.name in refusal or not refusal
+    if not refusal:
         assert expected is not None
         assert np.array_equal(np.asarray(found), np.asarray(expected))
-
-
-def test_every_changed_byte_of_a_png_file_is_found(tmp_path):
-    """Each is under a checksum; that of pixel data is not looked at when they are decoded."""
-    path = tmp_path / "damaged.png"
-    image = io.BytesIO()
-    Image.fromarray(random_images(8, 8)).save(image, "png")
-    content = image.getvalue()
-    for place in range(len(content) - 12):  # after that nothing is read
-        path.write_bytes(DAMAGES["byte"](content, place, 0x40))
-        with pytest.raises(ImageFileError, match=path.name):
-            open_image(str(path))
 
 
 def test_a_wrong_checksum_of_right_pixels_is_an_error_too(tmp_path):
@@ -112,37 +94,18 @@ def test_a_wrong_checksum_of_right_pixels_is_an_error_too(tmp_path):
         open_image(str(path))
 
 
-@pytest.mark.parametrize("ending", ["png", "jpeg", "webp", "tiff"])
-def test_half_a_file_is_refused_whatever_other_packages_set(tmp_path, monkeypatch, ending):
+def test_half_a_file_is_refused_whatever_other_packages_set(tmp_path, monkeypatch):
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
-    path = tmp_path / f"half.{ending}"
-    content = encoded(ending, {})
+    path = tmp_path / "half.jpeg"
+    content = encoded("jpeg", {})
     path.write_bytes(content[: len(content) // 2])
     with pytest.raises(ImageFileError, match=path.name):
         open_image(str(path))
 
 
-def test_a_damaged_image_is_refused_at_reading_and_at_predicting(load, run, tmp_path):
-    from typer.testing import CliRunner
-
-    from keel.cli.main import app
-
-    spec = make_folder(tmp_path / "mine", random_images(4, 32, 32))
-    file = tmp_path / "mine" / "train" / "bee" / "3.png"
-    content = file.read_bytes()
-    file.write_bytes(content[:80] + bytes([content[80] ^ 1]) + content[81:])
-    assert str(file) in rejected(load, spec)
-    folder = run({"num-rounds": 1, "local-epochs": 0})
-    done = CliRunner().invoke(app, ["predict", str(folder), str(file)])
-    assert str(file) in str(done.exception)
-
-
-@pytest.mark.parametrize("compressed", [True, False])
-def test_a_changed_byte_of_an_npz_file_is_found(load, tmp_path, compressed):
+def test_a_changed_byte_of_an_npz_file_is_found(load, tmp_path):
     path = tmp_path / "mine.npz"
     spec = make_npz(path)
-    if compressed:
-        np.savez_compressed(path, **dict(np.load(path)))
     content = path.read_bytes()
     middle = content.index(b"x_train") + 300
     path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])

@@ -51,14 +51,11 @@ def test_mean_and_std_are_of_the_train_split(load, tmp_path):
     assert source.std[2] == 1.0  # never varies, and is divided by
 
 
-@pytest.mark.parametrize("kind", ["text", "cut short", "empty"])
-def test_an_unreadable_image_is_named(load, tmp_path, kind):
+def test_an_unreadable_image_is_named(load, tmp_path):
     spec = make_folder(tmp_path / "mine", random_images(4, 30, 30))
     file = tmp_path / "mine" / "train" / "bee" / "3.png"
-    content = {"text": b"no image", "cut short": file.read_bytes()[:200], "empty": b""}[kind]
-    file.write_bytes(content)
-    message = rejected(load, spec)
-    assert str(file) in message
+    file.write_bytes(b"no image")
+    assert str(file) in rejected(load, spec)
 
 
 def test_images_are_turned_as_their_exif_data_says(load, tmp_path):

@@ -14,6 +14,7 @@ from PIL import Image
 
 from data import readers
 from data.decoding import ImageFileError
+from protocol.source_spec import SOURCE_NAMES
 
 
 def idx_bytes(array):
@@ -59,13 +60,12 @@ def test_digits_are_scikit_learns_scaled_to_bytes_and_split_by_class(load):
     assert digits.test.labels[:15].tolist() == [4, 6, 1, 3, 5, 6, 5, 9, 0, 6, 6, 9, 5, 0, 2]
 
 
-@pytest.mark.parametrize("debian", [True, False])
-@pytest.mark.parametrize("suffix", [".gz", ""])
-def test_fashion_mnist_from_idx_files(load, tmp_path, monkeypatch, debian, suffix):
+@pytest.mark.parametrize("place", ["usr", "data"])
+def test_fashion_mnist_from_idx_files(load, tmp_path, monkeypatch, place):
     from torchvision.datasets import FashionMNIST
 
     monkeypatch.setattr(readers, "DEBIAN_DATASETS", tmp_path / "usr")
-    train = write_idx(tmp_path / ("usr" if debian else "data") / "fashion-mnist", suffix)
+    train = write_idx(tmp_path / place / "fashion-mnist")
     fashion = load("fashion-mnist")
     assert np.array_equal(fashion.train.images, train[:, None])
     assert fashion.train.labels.tolist() == [*range(10), *range(10)]
@@ -109,7 +109,6 @@ class DownloadableSVHN(Downloadable):
     ("spec", "dataset", "stand_in"),
     [
         ("cifar10", "CIFAR10", Downloadable),
-        ("cifar100", "CIFAR100", Downloadable),
         ("svhn", "SVHN", DownloadableSVHN),
     ],
 )
@@ -133,9 +132,7 @@ def test_torchvision_sources_are_downloaded_once(
 @pytest.mark.parametrize(
     ("spec", "dataset", "files"),
     [
-        ("cifar10", "CIFAR10", "cifar-10-batches-py"),
         ("cifar100", "CIFAR100", "cifar-100-python"),
-        ("svhn", "SVHN", "{train,test}_32x32.mat"),
         ("mnist", "MNIST", "mnist/*-ubyte.gz"),
     ],
 )
@@ -206,21 +203,22 @@ def test_folder_of_images(load, tmp_path):
     assert source.name == spec
 
 
-@pytest.mark.parametrize("axes", ["NHW", "NHWC", "NCHW", "NHW1"])
-def test_npz_in_every_layout(load, tmp_path, axes):
-    if axes == "NHW":
-        x, expected = (a := random_images(6, 28, 30)), a[:, None]
-    elif axes == "NHWC":
-        x, expected = (a := random_images(6, 28, 30, 3)), a.transpose(0, 3, 1, 2)
-    elif axes == "NCHW":
-        x, expected = (a := random_images(6, 3, 28, 30)), a
-    else:
-        x, expected = (a := random_images(6, 28, 30, 1)), a.transpose(0, 3, 1, 2)
+@pytest.mark.parametrize("shape", [(28, 30), (28, 30, 3), (3, 28, 30), (28, 30, 1)])
+def test_npz_in_every_layout(load, tmp_path, shape):
+    x = random_images(6, *shape)
+    expected = x[..., None] if len(shape) == 2 else x
+    expected = expected if shape[0] == 3 else expected.transpose(0, 3, 1, 2)
     source = load(make_npz(tmp_path / "mine.npz", x_train=x, x_test=x[:3]))
     assert np.array_equal(source.train.images, expected)
     assert source.train.labels.tolist() == [0, 1, 2, 0, 1, 2]
     assert source.train.labels.dtype == np.int64
     assert source.class_names == ("0", "1", "2")
+
+
+@pytest.mark.parametrize("spec", ["imagenet", "folder", "folder:", "digits:/tmp", ""])
+def test_an_unknown_source_is_refused_with_the_allowed_names(load, spec):
+    assert tuple(readers.READERS) == SOURCE_NAMES
+    assert all(name in rejected(load, spec) for name in SOURCE_NAMES)
 
 
 # --- invalid files ----------------------------------------------------------------------------
@@ -240,10 +238,8 @@ def test_idx_files_that_are_missing_or_broken(load, tmp_path, monkeypatch):
     write_idx(folder)
     labels = folder / "train-labels-idx1-ubyte.gz"
     good = labels.read_bytes()
-    labels.write_bytes(good[:20])
-    assert labels.name in rejected(load, "fashion-mnist")
-    for kept in (-1, 6, 0):
-        labels.write_bytes(gzip.compress(gzip.decompress(good)[:kept]))
+    for damaged in (good[:20], gzip.compress(gzip.decompress(good)[:-1]), gzip.compress(b"")):
+        labels.write_bytes(damaged)
         assert labels.name in rejected(load, "fashion-mnist")
     labels.write_bytes(gzip.compress(idx_bytes(np.zeros(19, dtype=np.uint8))))
     assert str(folder) in rejected(load, "fashion-mnist")
@@ -258,13 +254,11 @@ def test_idx_files_that_are_missing_or_broken(load, tmp_path, monkeypatch):
         ({"y_test": None}, "y_test"),
         ({"x_train": np.zeros((6, 28, 28))}, "x_train"),
         ({"x_test": random_images(3, 28)}, "x_test"),
-        ({"x_test": random_images(3, 28, 28, 2)}, "x_test"),
         ({"x_test": random_images(3, 3, 28, 3)}, "x_test"),
         ({"x_test": random_images(0, 28, 28), "y_test": np.zeros(0, dtype=int)}, "test-fraction"),
         ({"classes": np.array(["a", "b"])}, "y_train"),
         ({"classes": np.array(["a", "b", "b"])}, "classes"),
         ({"y_train": np.arange(5)}, "y_train"),
-        ({"y_train": np.zeros((6, 1), dtype=int)}, "y_train"),
         ({"y_train": np.zeros(6)}, "y_train"),
         ({"y_test": np.array([0, 3, 1])}, "y_test"),
         ({"y_train": np.array([0, 1, -1, 0, 1, 2])}, "y_train"),

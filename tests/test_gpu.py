@@ -414,6 +414,7 @@ def test_workers_of_a_simulation_share_a_gpu_or_have_their_own(share, tmp_path, 
     options = ["--gpus-per-client", share] if share and DEVICE == "cuda" else []
     given = {"method": "fedreco", "fedreco.eta-0": 0.5, "local-test-fraction": 0.2}
     keys = SMALL | given | {"device": DEVICE, "run-name": "one"}
+    del keys["lr"]  # FedReCo has rates of its own
     arguments = [*(f"{k}={v}" for k, v in keys.items()), "--engine", "flower", "--clients", "4"]
     code, out, err = python(tmp_path, "-m", "keel", "run", *arguments, *options)
     assert code == 0, (out, err)
