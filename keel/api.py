@@ -115,9 +115,13 @@ class Run:
         """Accuracy over rounds as a matplotlib figure, which a notebook shows."""
         import matplotlib.pyplot  # noqa: F401  # tells a notebook how to show a figure
 
-        from keel.plots import figure_of
+        from server_app.history import CURVES, curve
+        from server_app.plots import accuracy_figure, scores_of
 
-        return figure_of([self._saved])
+        history, config = self._saved.history, self._saved.config
+        curves = [(text, curve(history, key, name)) for key, name, text in CURVES]
+        title = f"{config['method']}, {self._saved.source}, {config['model']}"
+        return accuracy_figure(curves, title, scores=scores_of(history))
 
 
 def run(

@@ -5,6 +5,7 @@ keel.compare(runs, by="method", of="personal.mean").savefig("fig.pdf")
 keel.load_sweep("sweep").table()
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +22,11 @@ from keel.saved_runs import (
     differing_keys,
     find_run,
     setting_of,
+    uses,
 )
 from protocol.config import default_config, refuse_unknown
+from protocol.options import typed
+from protocol.text import shortened
 from server_app.history import CURVES as ACCURACIES
 from server_app.history import curve, results_of, score_curves
 
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from server_app.plots import Band
+
+log = logging.getLogger("keel.results")
 
 BANDS = ("std", "range", "none")
 
@@ -96,7 +102,7 @@ def bands(found: Sequence[SavedRun], by: Sequence[str], of: str, band: str) -> "
     key, _, name = of.partition(".")
     groups: dict[str, list[SavedRun]] = {}
     for run in found:
-        groups.setdefault(", ".join(str(run.config.get(k)) for k in by), []).append(run)
+        groups.setdefault(label_of(run, by), []).append(run)
     for label, group in [each for item in groups.items() for each in by_data(*item)]:
         parts = {str(run.directory): dict(curve(run.history, key, name)) for run in group}
         table = pd.DataFrame({k: pd.Series(v) for k, v in parts.items() if v}).sort_index()
@@ -107,6 +113,12 @@ def bands(found: Sequence[SavedRun], by: Sequence[str], of: str, band: str) -> "
             spread = table.std(axis=1).fillna(0) if band == "std" else 0
             low, high = mean - spread, mean + spread
         yield Band(label, list(table.index), list(mean), list(low), list(high))
+
+
+def label_of(run: SavedRun, by: Sequence[str]) -> str:
+    """The values of the keys that the run uses, such as `fedprox, fedprox.mu=0.1`."""
+    values = {key: typed(run.config[key]) for key in by if uses(run.config, key)}
+    return ", ".join(v if key == "method" else f"{key}={v}" for key, v in values.items())
 
 
 def by_data(label: str, group: Sequence[SavedRun]) -> list[tuple[str, list[SavedRun]]]:
@@ -137,6 +149,7 @@ def compare(
     of
         The curves: `global.accuracy`, `local_global.mean`, `personal.mean`, or a score such as
         `personal.macro-f1`. Each kind of score has its own axis. Default: the runs' accuracy.
+        Runs that have not measured a curve are not drawn; a warning in the log names them.
     band
         "std": one standard deviation over the runs; "range": lowest to highest; "none".
     """
@@ -147,19 +160,25 @@ def compare(
         known = {key for run in found for key in run.config}
         refuse_unknown("by", key, sorted(known))
     refuse_unknown("band", band, list(BANDS))
-    chosen = [of] if isinstance(of, str) else list(of)
-    if chosen == [""]:
-        chosen = list(dict.fromkeys(".".join(run.headline) for run in found))
+    chosen: dict[str, list[SavedRun]] = {}
+    if of:
+        chosen = dict.fromkeys([of] if isinstance(of, str) else of, found)
+    else:
+        for run in found:
+            chosen.setdefault(".".join(run.headline), []).append(run)
     panels: dict[str, list[Band]] = {}
-    for each in chosen:
+    for each, measured in chosen.items():
         try:
             check_curve_name(each)
         except ValueError as error:
             raise ValueError(f"of = {each!r}: {error}") from error
         kind = "accuracy" if each in CURVES else each.partition(".")[2]
-        lines = list(bands(found, keys, each, band))
-        if not lines:
+        lines = list(bands(measured, keys, each, band))
+        if not lines and of:
             raise ValueError(f"of = {each!r}: none of the runs has measured it")
+        key, _, name = each.partition(".")
+        if missing := [run.name for run in measured if not curve(run.history, key, name)]:
+            log.warning("not drawn, as %s was not measured: %s", each, shortened(missing))
         shown = f", {each}" if len(chosen) > 1 else ""
         panels.setdefault(kind, []).extend(
             replace(line, label=line.label + shown) for line in lines

@@ -226,7 +226,8 @@ OTHER_NAMES = {"learning-rate": "lr", "dataset": "source", "epochs": "local-epoc
 def refuse_unknown(what: str, name: str, allowed: list[str], method: str = "") -> None:
     """ValueError with the nearest name if `name` is not allowed; `what` is the key holding it.
 
-    An option of `method` comes first, and of a known table only its own options are near.
+    An option of `method` comes first, and of a known table only its own options are near. The
+    options of an own method, which are not known here, are named by their table.
     """
     if name in allowed:
         return
@@ -237,6 +238,8 @@ def refuse_unknown(what: str, name: str, allowed: list[str], method: str = "") -
         hint = f"; did you mean {near}?"
     else:
         hint = did_you_mean(name, table or allowed) or "."
+    if hint == "." and (own_table := table_of(method)):
+        hint = f"; if it is an option of {method}, write {own_table}.{name}."
     key = name if what == "config key" else what
     shown = table if len(allowed) > max_shown and table else allowed
     if len(shown) > max_shown:

@@ -1,22 +1,17 @@
 """Accuracies and losses over rounds, in run directories and `keel compare`; needs no torch."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.colors import TABLEAU_COLORS
 from matplotlib.figure import Figure
-from matplotlib.legend import Legend
 from matplotlib.ticker import MaxNLocator
 
-from protocol.text import printable
+from protocol.text import in_one_line, printable
 from server_app.history import WHOSE, Line, curve, score_curves
 
 MAX_MARKED = 40  # points; a longer curve has no markers
-MAX_INSIDE = 10  # curves of a panel whose legend is in it; the legend of more is beside it
-MAX_ROWS = 45  # of a legend beside the panel
+MAX_LABEL = 60  # characters, in the legend of a comparison
 DASHES = ("-", "--", ":", "-.")  # for each ten curves the next, as there are ten colours
 
 
@@ -55,7 +50,7 @@ def accuracy_figure(
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         if axes.lines:
-            for entry in legend_of(axes).get_texts():
+            for entry in axes.legend(frameon=False).get_texts():
                 entry.set_parse_math(False)  # "$" is a character
     panels[0].set_title(printable(title), parse_math=False)
     panels[-1].set(xlabel="round")
@@ -86,9 +81,10 @@ def band_figure(panels: Mapping[str, Sequence[Band]]) -> Figure:
 
     Accuracies are drawn in percent. A label has the same colour in all panels.
     """
-    figure = Figure(figsize=(9, max(4.2, 3.5 * len(panels))), layout="constrained")
-    rows = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     labels = list(dict.fromkeys(line.label for lines in panels.values() for line in lines))
+    height = len(panels) * max(3.5, 0.2 * len(labels))  # of a panel, and of its legend
+    figure = Figure(figsize=(9, max(4.2, height)), layout="constrained")
+    rows = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     colors = list(TABLEAU_COLORS.values())
     for axes, (kind, lines) in zip(rows, panels.items(), strict=True):
         factor, unit = (100, " (%)") if kind == "accuracy" else (1, "")
@@ -98,27 +94,16 @@ def band_figure(panels: Mapping[str, Sequence[Band]]) -> Figure:
             mean, low, high = (
                 [factor * v for v in part] for part in (line.mean, line.low, line.high)
             )
-            axes.plot(line.x, mean, color=color, linestyle=dash, label=f" {printable(line.label)}")
+            label = f" {in_one_line(line.label, MAX_LABEL)}"
+            axes.plot(line.x, mean, color=color, linestyle=dash, label=label)
             axes.fill_between(line.x, low, high, color=color, alpha=0.2, linewidth=0)
         axes.set(ylabel=printable(kind) + unit)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
+        if not lines:  # no run has been evaluated
+            continue
         legend = axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
         for entry in legend.get_texts():
             entry.set_parse_math(False)  # "$" is a character
     rows[-1].set(xlabel="round")
     return figure
-
-
-def legend_of(axes: Axes) -> Legend:
-    """The legend of a panel: in it, or, where it would cover the curves, in a larger figure."""
-    num, figure = len(axes.lines), axes.figure
-    if num <= MAX_INSIDE or not isinstance(figure, Figure):
-        return axes.legend(frameon=False)
-    columns = math.ceil(num / MAX_ROWS)
-    longest = max(len(str(line.get_label())) for line in axes.lines)
-    width, height = figure.get_size_inches()
-    rows = math.ceil(num / columns)
-    figure.set_size_inches(width + columns * (0.6 + 0.06 * longest), max(height, 0.15 * rows + 0.3))
-    style: dict[str, Any] = {"frameon": False, "fontsize": "x-small", "handlelength": 3}
-    return figure.legend(handles=axes.lines, loc="outside right upper", ncols=columns, **style)

@@ -75,6 +75,13 @@ def test_runs_on_other_data_are_told_apart_and_are_not_averaged(tmp_path):
     assert len(axis.get_legend().get_texts()) == 2
 
 
+def test_runs_that_have_not_measured_a_curve_are_named(folder, caplog):
+    keel.compare(keel.runs(folder), of="personal.mean")
+    [warning] = caplog.messages
+    assert all(name in warning for name in ("fedavg-0", "fedavg-1"))
+    assert "ditto" not in warning
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [

@@ -30,19 +30,20 @@ def compare(
         typer.Option(
             "--output",
             "-o",
-            "--plot",
             help="The plot. Default: a file in $KEEL_HOME/comparisons, named after the runs.",
         ),
     ] = None,
     by: Annotated[
         list[str] | None,
-        typer.Option(help="Plot means of runs with equal values of this key. Default: method."),
+        typer.Option(
+            help="Plot means of runs with equal values of this key. Default: the keys that differ."
+        ),
     ] = None,
     of: Annotated[
         list[str] | None,
         typer.Option(help="Plot this curve, such as personal.mean or global.macro-f1."),
     ] = None,
-    band: Annotated[str, typer.Option(help="Around a mean: std, range or none.")] = "",
+    band: Annotated[str, typer.Option(help="Around a mean: std, range or none.")] = "std",
 ) -> None:
     """Compare runs: accuracy, time, the config keys that differ, and their curves in one plot.
 
@@ -80,16 +81,13 @@ def compare(
         write_output(csv_file.expanduser(), csv_text(table).encode(errors="replace"))
         print(f"table: {csv_file}")
     path = (plot or keel_home() / "comparisons" / f"{comparison_name(found)}.png").expanduser()
-    from keel.plots import figure_of
+    from keel.results import compare as curves_of
 
+    differing = [key for key in keys if key in found[0].config] or ["method"]
+    figure = curves_of(found, by or differing, of or "", band)
     with nullcontext() if plot else private_files():
         path.parent.mkdir(parents=True, exist_ok=True)
         picture = io.BytesIO()
-        figure = figure_of(found, keys) if not (by or of or band) else None
-        if figure is None:
-            from keel.results import compare as curves_of
-
-            figure = curves_of(found, by or ["method"], of or "", band or "std")
         try:
             figure.savefig(picture, dpi=150, format=path.suffix[1:])
         except ValueError as error:  # an unknown format
@@ -125,9 +123,8 @@ def accuracy_remarks(runs: Iterable[tuple[str, str | None]]) -> Iterator[str]:
     """What to know about the accuracies of runs, given each one's name and headline curve."""
     of: dict[str, list[str]] = {}
     for name, accuracy_of in runs:
-        of.setdefault(accuracy_of or "", []).append(name)
-    if unevaluated := of.pop("", []):
-        yield f"no evaluation yet, so not in the plot: {shortened(unevaluated)}"
+        if accuracy_of:
+            of.setdefault(accuracy_of, []).append(name)
     if len(of) > 1:
         descriptions = {f"{key}.{name}": text for key, name, text in CURVES}
         parts = [f"{descriptions[curve]}: {shortened(names)}" for curve, names in of.items()]

@@ -95,24 +95,10 @@ def capabilities(name: str) -> Row:
 
 
 def in_words(flags: Row) -> str:
-    """Capability flags in a line: what holds, what the method supports, and what it does not."""
-
-    def named(prefixes: tuple[str, ...], value: bool) -> str:
-        """The flags with one of these prefixes and this value, without `is_` and `supports_`."""
-        names = [n for n, is_on in flags.items() if is_on is value and n.startswith(prefixes)]
-        words = (name.removeprefix("is_").removeprefix("supports_") for name in names)
-        return ", ".join(words).replace("_", " ")
-
-    parts = {
-        "": named(("is_", "has_", "sends_"), value=True),
-        "supports ": named(("supports_",), value=True),
-        "does not support ": named(("supports_",), value=False),
-        "weighted ": {"examples": "by examples", "uniform": "uniformly"}[
-            flags["default_weighting"]
-        ],
-        "shares ": flags["shared_part"],
-    }
-    return "; ".join(words + found for words, found in parts.items() if found)
+    """Capability flags in a line: those that hold, the weighting and what is shared."""
+    names = [name.removeprefix("is_").replace("_", " ") for name, on in flags.items() if on is True]
+    weighting = {"examples": "by examples", "uniform": "uniformly"}[flags["default_weighting"]]
+    return f"{', '.join(names)}; weighted {weighting}; shares {flags['shared_part']}"
 
 
 def traffic(name: str) -> float:

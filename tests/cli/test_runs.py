@@ -20,7 +20,7 @@ import server_app.report
 from keel.cli.main import main
 from keel.cli.status import status_lines
 from keel.cli.stop import is_flower
-from keel.plots import labels_of
+from keel.results import label_of
 from keel.saved_runs import (
     SavedRun,
     all_runs,
@@ -242,7 +242,7 @@ def test_a_run_of_flwr_run_is_left_to_flwr_stop(two, tmp_path, refusal):
 
 def test_compare_is_a_table_with_the_keys_that_differ_and_a_plot(two, tmp_path, printed):
     table, plot = tmp_path / "t.csv", tmp_path / "p.png"
-    shown = printed("compare", "one", "other", "--csv", str(table), "--plot", str(plot))
+    shown = printed("compare", "one", "other", "--csv", str(table), "-o", str(plot))
     assert "lr=0.1" in shown
     assert "lr=0.2" in shown
     with table.open() as file:
@@ -259,16 +259,17 @@ def test_compare_is_a_table_with_the_keys_that_differ_and_a_plot(two, tmp_path, 
 
 
 def test_compare_names_runs_without_an_evaluation_and_accuracies_of_different_models(
-    tmp_path, printed
+    tmp_path, printed, caplog
 ):
     make_run(tmp_path / "one", {}, 2)
     make_run(tmp_path / "own", {}, 2, curve="personal.mean")
     make_run(tmp_path / "started", {}, 2, num_written=0, status="stopped")
     shown = printed("compare", *(str(tmp_path / name) for name in ("one", "own", "started")))
-    *_, unevaluated, different, _ = shown.splitlines()
-    assert "started" in unevaluated
+    *_, different, _ = shown.splitlines()
     assert "one" in different
     assert "own" in different
+    [warning] = caplog.messages
+    assert warning.endswith(": started")
 
 
 @pytest.mark.parametrize("name", ["", "bare", "plot.xyz"])
@@ -284,11 +285,10 @@ def test_options_of_other_methods_are_left_out(tmp_path):
     with table.open() as file:
         assert [row["fedprox.mu"] for row in csv.DictReader(file)] == ["", "0.1", "1.0"]
     found = [find_run(name) for name in names]
-    labels = labels_of(found, ["method", "fedprox.mu"])
-    fedprox = [f"method fedprox, fedprox.mu {mu}" for mu in (0.1, 1.0)]
-    assert labels == ["method fedavg", *fedprox]
-    settings = [setting_of(run) for run in found]
-    assert differing_keys(settings, frozenset()) == ["fedprox.mu", "method"]
+    keys = differing_keys([setting_of(run) for run in found], frozenset())
+    assert keys == ["fedprox.mu", "method"]
+    labels = ["fedavg", "fedprox.mu=0.1, fedprox", "fedprox.mu=1.0, fedprox"]
+    assert [label_of(run, keys) for run in found] == labels
 
 
 def test_a_comparison_does_not_overwrite_the_plot_of_another(two, home, printed):

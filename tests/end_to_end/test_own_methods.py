@@ -13,6 +13,7 @@ import keel
 from keel.cli.main import main
 from keel.saved_runs import OWN_CODE, differing_keys, setting_of
 from protocol.code import code_version
+from protocol.options import ConfigError
 from server_app.run_reader import RunReader
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(600)]
@@ -161,6 +162,9 @@ def test_objects_that_are_no_methods_are_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=named):
             trained(tmp_path, wrong)
+    with pytest.raises(ConfigError, match=r"fedpull\.mu") as error:
+        trained(tmp_path, cell(PULL), mu=0.3)
+    assert error.value.key == "mu"
     with pytest.raises(ValueError, match=r"FedPull\.mu has no default"):
         trained(tmp_path, cell(PULL.replace(", default=0.1", "")))
     assert not (tmp_path / "runs").exists()
