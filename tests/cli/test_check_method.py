@@ -20,7 +20,6 @@ from torch import nn
 
 import keel.method_checks
 from client_app.methods.fedprox import FedProx
-from client_app.methods.fitnet import FitNet
 from client_app.methods.moon import MOON
 from keel.cli.main import main
 from keel.method_checks import check_method
@@ -152,10 +151,10 @@ def test_a_method_that_needs_batch_norm_is_checked_with_a_network_that_has_it(
 ):
     with_method(monkeypatch, "fedprox", WithOwnNormLayers)
     assert main(["check-method", "fedprox"]) == 1
-    assert "a method for networks with BatchNorm: --model resnet20)" in capsys.readouterr().out
+    assert re.search(r"^FAIL  client state .*--model resnet20", capsys.readouterr().out, re.M)
     assert main(["check-method", "fedprox", "--model", "resnet20"]) == 0, capsys.readouterr().out
     assert main(["check-method", "fedprox", "--model", "resnet21"]) == 2
-    assert "did you mean resnet20?" in capsys.readouterr().err
+    assert "resnet20" in capsys.readouterr().err
 
 
 def test_a_network_with_dropout_is_no_mistake_of_the_method(few_checks, monkeypatch, tmp_path):
@@ -187,48 +186,43 @@ def test_a_method_that_inherits_supports_privacy_and_sends_something_without_noi
     with_method(monkeypatch, "fedavg", leaky)
     [result] = check_method("fedavg", tmp_path)
     assert result.outcome == "FAIL"
-    assert f"{leaky.__name__}: one call of `privatise` has to cover all that is sent" in (
-        result.reason
-    )
+    assert leaky.__name__ in result.reason
 
 
-def test_a_personal_model_that_predict_would_not_use_is_named(only_flags, monkeypatch, tmp_path):
-    @dataclass(frozen=True)
-    class Mixed(METHODS["ditto"]):
-        """Evaluates the middle between the stored and the received model, as APFL does."""
+@dataclass(frozen=True)
+class Mixed(METHODS["ditto"]):
+    """Evaluates the middle between the stored and the received model, as APFL does."""
 
-        def personal_model(self, ctx, state):
-            model = super().personal_model(ctx, state)
-            own = model.state_dict()
-            model.load_state_dict({k: (v + ctx.received[k]) / 2 for k, v in own.items()})
-            return model
+    def personal_model(self, ctx, state):
+        model = super().personal_model(ctx, state)
+        own = model.state_dict()
+        model.load_state_dict({k: (v + ctx.received[k]) / 2 for k, v in own.items()})
+        return model
 
-    with_method(monkeypatch, "ditto", Mixed)
+
+@dataclass(frozen=True)
+class OwnFirstLayer(METHODS["ditto"]):
+    """Stores a part of the model, which the received one completes, as FedBN does."""
+
+    def personal_model(self, ctx, state):
+        ctx.model.load_state_dict(ctx.received | state.get("first", {}))
+        return ctx.model
+
+    def train(self, ctx):
+        update = super().train(ctx)
+        first = {n: a for n, a in update.state["personal"].items() if n.startswith("conv1")}
+        return replace(update, state={"first": first})
+
+
+@pytest.mark.parametrize(("method", "group"), [(Mixed, "personal"), (OwnFirstLayer, "first")])
+def test_a_personal_model_that_predict_would_not_use_is_named(
+    method, group, only_flags, monkeypatch, tmp_path
+):
+    with_method(monkeypatch, "ditto", method)
     [result] = check_method("ditto", tmp_path)
     assert result.outcome == "FAIL"
-    assert "personal_model returns another model than `keel predict --client`" in result.reason
-    assert "groups 'personal'" in result.reason
-
-
-def test_a_personal_model_that_predict_cannot_read_is_named(only_flags, monkeypatch, tmp_path):
-    @dataclass(frozen=True)
-    class OwnFirstLayer(METHODS["ditto"]):
-        """Stores a part of the model, which the received one completes, as FedBN does."""
-
-        def personal_model(self, ctx, state):
-            ctx.model.load_state_dict(ctx.received | state.get("first", {}))
-            return ctx.model
-
-        def train(self, ctx):
-            update = super().train(ctx)
-            first = {n: a for n, a in update.state["personal"].items() if n.startswith("conv1")}
-            return replace(update, state={"first": first})
-
-    with_method(monkeypatch, "ditto", OwnFirstLayer)
-    [result] = check_method("ditto", tmp_path)
-    assert result.outcome == "FAIL"
-    assert "of the group 'model', 'personal' or 'head', and there is none" in result.reason
-    assert "client state has 'first'" in result.reason
+    assert "keel predict --client" in result.reason
+    assert f"'{group}'" in result.reason
 
 
 def test_nothing_else_is_checked_without_the_options_defaults(monkeypatch, tmp_path):
@@ -245,9 +239,3 @@ def test_an_error_of_the_methods_code_is_named_with_its_line(few_checks, monkeyp
     assert reasons
     form = r".* \(client_app/methods/moon.py:\d+\): .*unpack .*"
     assert all(re.fullmatch(form, reason) for reason in reasons)
-
-
-def test_a_failure_is_exit_code_1(few_checks, monkeypatch, capsys):
-    monkeypatch.setattr(FitNet, "penalty", WithOrder.penalty)
-    assert main(["check-method", "fitnet"]) == 1
-    assert "FAIL  order of the batch does not matter: the loss is" in capsys.readouterr().out

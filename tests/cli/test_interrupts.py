@@ -4,16 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 
 import pytest
 
-import keel.cli.run
 from keel.cli.main import main
-from keel.cli.run import executed
 from keel.interrupts import ENDED, STOPPING, interruptible, uninterrupted
-from keel.job import Engine, EngineOptions
 from protocol.config import app_folder
 
 
@@ -48,18 +43,13 @@ def test_a_ctrl_c_waits_for_the_end_of_an_import_that_would_swallow_it(heeds_ctr
     assert done
 
 
-def test_a_thread_may_import_torch_too():
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(uninterrupted().__enter__).result()
-
-
 @pytest.mark.parametrize(
     "words",
     [["experiments", "run", "docs/sweep.yaml"], ["run"], ["check-method", "fedavg"]],
     ids=" ".join,
 )
 def test_a_ctrl_c_while_torch_is_imported_ends_the_command(words, tmp_path, heeds_ctrl_c):
-    """PyTorch swallowed it, and all runs were run, or aborted the process."""
+    """PyTorch's import swallows it, or aborts the process."""
     (tmp_path / "torch").mkdir()
     lines = ["import os, signal", "try:", "    os.kill(os.getpid(), signal.SIGINT)"]
     lines += ["except KeyboardInterrupt:", "    pass"]
@@ -80,7 +70,6 @@ def test_a_ctrl_c_while_torch_is_imported_ends_the_command(words, tmp_path, heed
     [(lambda *_: None, 130, "interrupted; repeat"), (signal.SIG_IGN, 0, "results: ")],  # nohup's
 )
 def test_a_terminal_that_is_closed_interrupts_an_experiment(before, code, last, capsys, tmp_path):
-    """Its process was killed, and left Ray's folder in /tmp and runs that were not saved."""
     command = ["experiments", "run", "docs/sweep.yaml", "--output", str(tmp_path)]
     signal.signal(signal.SIGHUP, before)
     with pytest.MonkeyPatch.context() as patch:
@@ -90,53 +79,25 @@ def test_a_terminal_that_is_closed_interrupts_an_experiment(before, code, last, 
     assert capsys.readouterr().out.splitlines()[-1].startswith(last)
 
 
-def test_a_sigterm_that_is_repeated_does_not_disturb_the_first():
-    ended = []
-
-    def run():
-        try:
-            send(signal.SIGTERM)
-        finally:
-            send(signal.SIGTERM)
-            ended.append(True)
-
-    with pytest.raises(SystemExit) as error, interruptible():
-        run()
-    assert ended
-    assert error.value.code == 128 + signal.SIGTERM
-
-
-def test_a_hangup_ends_a_run_here_and_not_one_on_a_deployment():
-    """Nor one that was started under nohup, which ignores it."""
-    default, ignored = signal.SIG_DFL, signal.SIG_IGN
-    signal.signal(signal.SIGHUP, default)
-    with pytest.raises(SystemExit) as error, interruptible():
-        send(signal.SIGHUP)
-    assert error.value.code == 128 + signal.SIGHUP
-    with interruptible(ends_on_hangup=False):
-        assert signal.getsignal(signal.SIGHUP) is default
-    signal.signal(signal.SIGHUP, ignored)
-    with interruptible():
-        send(signal.SIGHUP)
-
-
-@pytest.mark.parametrize(("engine", "ends"), [("inline", True), ("deployment", False)])
-def test_the_engine_says_whether_a_hangup_ends_the_run(monkeypatch, engine, ends):
-    seen = []
-
-    def interrupt(ends_on_hangup):
-        seen.append(ends_on_hangup)
-        return nullcontext()
-
-    monkeypatch.setattr(keel.cli.run, "interruptible", interrupt)
-    monkeypatch.setattr(keel.cli.run, "run_on_engine", lambda *_: None)
-    options = EngineOptions(Engine(engine), federation="x" if engine == "deployment" else "")
-    assert executed({}, options) == 0
-    assert seen == [ends]
+@pytest.mark.parametrize(("engine", "code"), [("inline", 128 + signal.SIGHUP), ("deployment", 0)])
+def test_a_hangup_ends_a_run_here_and_not_one_on_a_deployment(engine, code, monkeypatch):
+    words = ["run", "--engine", engine]
+    words += ["--federation", "a:1"] if engine == "deployment" else []
+    monkeypatch.setattr("keel.cli.run.run_on_engine", lambda *_: send(signal.SIGHUP))
+    handled = []
+    signal.signal(signal.SIGHUP, lambda *_: handled.append(True))  # of whoever calls
+    if code:
+        with pytest.raises(SystemExit) as error:
+            main(words)
+        assert error.value.code == code
+    else:
+        assert main(words) == 0
+    assert handled == ([] if code else [True])
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 def test_the_next_ctrl_c_ends_the_process_after_what_it_started(first):
+    """A second SIGTERM does not: who sends it may repeat it."""
     code = f"""
 import os, time
 from keel.interrupts import interruptible
@@ -144,6 +105,7 @@ with interruptible(lambda: print("others ended", flush=True)):
     try:
         os.kill(os.getpid(), {int(first)})
     finally:
+        os.kill(os.getpid(), {int(signal.SIGTERM)})
         os.kill(os.getpid(), {int(signal.SIGINT)})
         time.sleep(100)
 """

@@ -6,6 +6,7 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
+from data_fixtures import make_npz, random_images
 
 from client_app.methods import method_class
 from keel.cli.models import all_layers, layer_rows
@@ -17,7 +18,7 @@ from protocol.config import app_folder, default_config, presets
 from protocol.models import MODELS
 from protocol.options import key_of
 
-METHODS_PAGE = app_folder / "docs/how-to/choose-a-method.md"
+PRESET = "fedcka-table1-cifar10"
 
 
 def build(name):
@@ -27,45 +28,47 @@ def build(name):
     return build_model(name, num_classes=10, channels=spec.channels or 3, image_size=size)
 
 
-def as_json(printed, *words):
-    return json.loads(printed(*words, "--json"))
+def num_parameters(module):
+    return sum(p.numel() for p in module.parameters())
 
 
-def test_every_method_is_listed_with_its_traffic(printed):
-    rows = {row["name"]: row for row in as_json(printed, "methods")}
+@pytest.fixture
+def as_json(printed):
+    return lambda *words: json.loads(printed(*words, "--json"))
+
+
+def test_every_method_is_listed_with_its_traffic(as_json):
+    rows = {row["name"]: row for row in as_json("methods")}
     assert tuple(rows) == method_names()
     # from the definitions: SCAFFOLD sends a control variate alongside the model, both ways
-    assert rows["fedavg"]["traffic"] == 1
-    assert rows["local"]["traffic"] == 0
-    assert rows["scaffold"]["traffic"] == 2
-    assert rows["moon"]["stateful"]
+    assert [rows[name]["traffic"] for name in ("fedavg", "local", "scaffold")] == [1, 0, 2]
+    assert [rows[name]["stateful"] for name in ("moon", "fedprox")] == [True, False]
     assert rows["ditto"]["personal"]
-    assert not rows["fedprox"]["stateful"]
-
-
-def test_traffic_of_fedrep_lacks_the_classifier(printed):
     model = build("cnn-fedintr")
-    head = sum(p.numel() for p in model.classifier.parameters())
-    whole = sum(p.numel() for p in model.parameters())
-    rows = {row["name"]: row for row in as_json(printed, "methods")}
-    assert rows["fedrep"]["traffic"] == pytest.approx(1 - head / whole, abs=1e-4)
+    without_head = 1 - num_parameters(model.classifier) / num_parameters(model)
+    assert rows["fedrep"]["traffic"] == pytest.approx(without_head, abs=1e-4)
 
 
-def test_a_method_shows_every_option_with_default_and_range(printed):
-    shown = as_json(printed, "methods", "fedprox")
+def test_a_method_shows_its_capabilities_and_every_option_with_default_and_range(as_json, printed):
+    shown = as_json("methods", "fedprox")
     options = {row["option"]: row for row in shown["options"]}
-    keys = {key for key in default_config() if key.startswith("fedprox.")}
-    assert options.keys() == keys
-    assert options["fedprox.mu"]["default"] == default_config()["fedprox.mu"]
-    assert options["fedprox.mu"]["type"] == "float"
-    assert ">= 0" in options["fedprox.mu"]["range"]
+    assert options.keys() == {key for key in default_config() if key.startswith("fedprox.")}
+    mu = options["fedprox.mu"]
+    assert (mu["default"], mu["type"]) == (default_config()["fedprox.mu"], "float")
+    assert ">= 0" in mu["range"]
     assert (app_folder / shown["file"]).is_file()
+    assert as_json("methods", "fedreco")["capabilities"]["is_personal"] is True
+    shown = printed("methods", "fedreco").splitlines()
+    [line] = [line for line in shown if line.startswith("capabilities: ")]
+    assert "personal" in line
+    assert "server optimizer" not in line
+    assert line.endswith("; weighted uniformly; shares extractor")  # only u_0's gradient travels
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["presets", "fedrcl-table1-cifar10"], presets()["fedrcl-table1-cifar10"]),
+        (["presets", PRESET], presets()[PRESET]),
         (
             ["methods", "fedprox"],
             {k: v for k, v in default_config().items() if k.startswith("fedprox.")},
@@ -80,54 +83,20 @@ def test_values_are_shown_as_they_are_typed(words, expected, monkeypatch, printe
     assert parse_overrides(shown) == expected
 
 
-def test_the_markdown_table_has_one_row_a_method(printed):
-    _, _, *rows = printed("methods", "--markdown").splitlines()
-    assert [row.split("`")[1] for row in rows] == list(method_names())
-
-
-def test_the_pages_table_of_methods_is_current(printed):
-    """Its rows are those printed; a new method may wait for its row."""
-    table = set(printed("methods", "--markdown").splitlines())
-    rows = re.findall(r"^\| `[a-z-]+`(?: \(personal\))? \|.*$", METHODS_PAGE.read_text(), re.M)
-    assert rows
-    assert [row for row in rows if row not in table] == []
-
-
-def test_every_key_of_the_config_is_listed_by_keys_or_by_its_method(printed):
-    listed = {row["key"]: row for row in as_json(printed, "keys")}
+def test_every_key_of_the_config_is_listed_by_keys_or_by_its_method(as_json, printed):
+    listed = {row["key"]: row for row in as_json("keys")}
     options = {f"{n}.{key_of(f)}" for n in method_names() for f in fields(method_class(n))}
     assert listed.keys() | options >= default_config().keys()
     assert listed["lr"]["default"] == default_config()["lr"]
-    assert listed["momentum"]["range"] == "a number in [0, 1)"
+    lines = printed("keys").splitlines()  # to be searched: a line each
+    assert len(lines) == len(listed)
+    assert all(line.startswith(f"{key}=") for key, line in zip(listed, lines, strict=True))
 
 
-def test_the_keys_of_a_pipe_are_one_line_each(printed):
-    num_keys = len(as_json(printed, "keys"))
-    lines = printed("keys").splitlines()
-    assert len(lines) == num_keys
-    assert "lr=0.01  (a finite number >= 0) learning rate" in lines
-    assert all(line == line.rstrip() for line in lines)
-
-
-def test_the_capabilities_of_a_method_are_one_short_line(printed):
-    shown = printed("methods", "fedreco").splitlines()
-    [line] = [line for line in shown if line.startswith("capabilities: ")]
-    assert "stateful, personal" in line
-    assert "; supports mixed architectures" in line
-    assert "; does not support server optimizer" in line
-    assert line.endswith("; weighted uniformly; shares extractor")  # only u_0's gradient travels
-    assert "; weighted by examples; shares model" in printed("methods", "fedprox")
-    assert "=" not in line
-    assert as_json(printed, "methods", "fedreco")["capabilities"]["is_personal"] is True
-
-
-def test_keys_shows_those_that_begin_alike_and_refuses_others(refusal, printed):
-    shown = printed("keys", "privacy.")
-    assert "privacy.delta" in shown
-    assert "num-rounds" not in shown
-    assert printed("keys", "moon.mu").startswith("moon.mu=")
-    rows = as_json(printed, "keys", "fedcka")
-    assert {row["key"].partition(".")[0] for row in rows} == {"fedcka"}
+def test_keys_shows_those_that_begin_alike_and_refuses_others(refusal, as_json):
+    for name in ("privacy.", "fedcka"):
+        keys = {row["key"] for row in as_json("keys", name)}
+        assert keys == {key for key in default_config() if key.startswith(name)}
     assert "lrr" in refusal("keys", "lrr")
 
 
@@ -137,12 +106,10 @@ def test_unknown_names_are_refused_in_one_line(refusal):
 
 
 @pytest.mark.end_to_end
-def test_layers_add_up_to_the_model_and_fit_where_widths_are_equal():
+def test_layers_add_up_to_the_model_and_fit_where_widths_are_equal(as_json):
     layers, models = all_layers(), {name: build(name) for name in MODELS}
     for name, model in models.items():
-        assert sum(r["parameters"] for r in layers[name]) == sum(
-            p.numel() for p in model.parameters()
-        )
+        assert sum(r["parameters"] for r in layers[name]) == num_parameters(model)
         assert layers[name][0]["width"] == np.prod(layers[name][0]["shape"])
     for name in ("resnet18", "cnn-fedreco"):
         [features] = [r for r in layer_rows(name, layers) if r["layer"] == "features"]
@@ -152,57 +119,42 @@ def test_layers_add_up_to_the_model_and_fit_where_widths_are_equal():
             for other, model in models.items()
             if other != name and model.feature_width == models[name].feature_width
         }
-
-
-def test_the_list_of_models_has_norms_and_parameters(printed):
-    rows = {row["name"]: row for row in as_json(printed, "models")}
-    assert rows.keys() == MODELS.keys()
+    rows = {row["name"]: row for row in as_json("models")}
+    assert {name: row["parameters"] for name, row in rows.items()} == {
+        name: num_parameters(model) for name, model in models.items()
+    }
     assert rows["cnn-fedreco"]["norms"] == "none, group"
-    assert all(row["parameters"] > 0 for row in rows.values())
 
 
-def test_presets_show_what_they_set(printed):
-    rows = as_json(printed, "presets")
-    assert [row["name"] for row in rows] == list(presets())
-    shown = as_json(printed, "presets", "fedcka-table1-cifar10")
-    assert {row["key"]: row["value"] for row in shown["keys"]} == presets()["fedcka-table1-cifar10"]
+def test_presets_show_what_they_set(as_json):
+    assert [row["name"] for row in as_json("presets")] == list(presets())
+    shown = as_json("presets", PRESET)
+    assert {row["key"]: row["value"] for row in shown["keys"]} == presets()[PRESET]
     assert shown["clients"] == 10
 
 
-def test_datasets_say_what_is_here_and_count_classes(printed, home):
-    rows = {row["name"]: row for row in as_json(printed, "datasets")}
+def test_datasets_say_what_is_here_and_count_classes(as_json, refusal, home):
+    rows = {row["name"]: row for row in as_json("datasets")}
     assert rows["digits"]["here"] == "yes"
-    digits = as_json(printed, "datasets", "digits")
-    assert (digits["shape"], digits["shape as published"]) == ([1, 32, 32], [1, 8, 8])
     assert "data-dir/tiny-imagenet-200" in rows["tiny-imagenet"]["here"]
-    images = np.random.default_rng(0).integers(0, 256, (9, 28, 28), dtype=np.uint8)
-    labels = np.array([0, 0, 0, 0, 1, 1, 1, 2, 2])
-    np.savez(home / "own.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
-    shown = as_json(printed, "datasets", f"npz:{home / 'own.npz'}")
+    digits = as_json("datasets", "digits")
+    assert (digits["shape"], digits["shape as published"]) == ([1, 32, 32], [1, 8, 8])
+    images, labels = random_images(9, 40, 30), np.array([0, 0, 0, 0, 1, 1, 1, 2, 2])
+    arrays = {"x_train": images, "y_train": labels, "x_test": images, "y_test": labels}
+    name = make_npz(home / "own.npz", **arrays)
+    shown = as_json("datasets", name)
     assert [row["train"] for row in shown["classes"]] == [4, 3, 2]
     assert shown["mean"] == [pytest.approx(images.mean() / 255, abs=1e-4)]
     assert shown["std"] == [pytest.approx(images.std() / 255, abs=1e-4)]
-
-
-def test_a_data_set_that_needs_an_image_size_is_shown_with_one(
-    printed, refusal, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
-    images, labels = np.zeros((4, 70, 90), np.uint8), np.array([0, 1, 1, 1])
-    np.savez(tmp_path / "own.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
-    name = f"npz:{tmp_path / 'own.npz'}"
-    shown = as_json(printed, "datasets", name, "--image-size", "32")
-    assert shown["shape"] == [1, 32, 32]
-    assert [row["train"] for row in shown["classes"]] == [1, 3]
-    line = refusal("datasets", name, "--image-size", "5")
-    assert "image-size" in line
+    assert as_json("datasets", name, "--image-size", "32")["shape"] == [1, 32, 32]
+    assert "image-size" in refusal("datasets", name, "--image-size", "5")
 
 
 @pytest.mark.parametrize(
     "words", [["methods"], ["methods", "fedcr"], ["models"], ["datasets"], ["presets"], ["keys"]]
 )
-def test_eighty_columns_cut_no_name(words, monkeypatch, printed):
-    everything = as_json(printed, *words)
+def test_eighty_columns_cut_no_name(words, monkeypatch, printed, as_json):
+    everything = as_json(*words)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
     text = re.sub(r"\x1b\[[\d;]*m", "", printed(*words))
@@ -218,7 +170,7 @@ def test_a_class_named_in_brackets_is_shown_as_it_is(capsys):
     assert "[red] cell" in capsys.readouterr().out
 
 
-def test_any_network_is_shown_with_its_stages_and_least_size(printed, tmp_path):
+def test_any_network_is_shown_with_its_stages_and_least_size(as_json, tmp_path):
     text = """
 from torch import nn
 
@@ -228,6 +180,6 @@ def net(num_classes):
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 8, 11), *last)
 """
     (tmp_path / "mine.py").write_text(text)
-    shown = as_json(printed, "models", f"{tmp_path / 'mine.py'}:net")
+    shown = as_json("models", f"{tmp_path / 'mine.py'}:net")
     assert [row["layer"] for row in shown["layers"]] == ["0", "features", "classifier"]
     assert shown["least size"] == 3 + 11 - 1

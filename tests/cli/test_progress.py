@@ -14,27 +14,16 @@ from server_app.record import split
 from tests.tools.run_directories import line_of
 
 
-def shown(monkeypatch, capsys, is_terminal):
-    """What is printed while two of three clients answer."""
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_shows_how_many_clients_have_answered(is_terminal, monkeypatch, capsys):
     if is_terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
     with Terminal(5) as terminal:
         for number in range(3):
             terminal.on_replies("round 2", number, 3)
         terminal.bar.refresh()
-        terminal.on_replies("the evaluation of round 2", 0, 3)
-        terminal.bar.refresh()
-    return capsys.readouterr().out
-
-
-def test_a_terminal_shows_how_many_clients_have_answered(monkeypatch, capsys):
-    text = shown(monkeypatch, capsys, is_terminal=True)
-    assert "round 2: 2 of 3 clients" in text
-    assert "evaluation of round 2: 0 of 3 clients" in text
-
-
-def test_a_pipe_gets_nothing_of_it(monkeypatch, capsys):
-    assert shown(monkeypatch, capsys, is_terminal=False) == ""
+    text = capsys.readouterr().out
+    assert "round 2: 2 of 3 clients" in text if is_terminal else text == ""
 
 
 @pytest.mark.parametrize(
@@ -73,25 +62,20 @@ def test_why_a_client_of_this_process_failed_is_left_to_the_server_to_say(capsys
     assert "not finite" in text
 
 
-def test_the_time_of_the_run_includes_its_start_as_the_bars_does(monkeypatch, capsys):
-    now = 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    with Terminal(1) as terminal:
-        now += 3.0  # data are read
-        terminal.begin(Path("run"), 0)
-        now += 4.0
-    terminal.finished()
-    assert "finished in 7 s" in capsys.readouterr().out
-
-
-def test_the_time_left_after_a_resume_counts_this_attempts_rounds_alone(monkeypatch, capsys):
+def test_the_time_includes_the_start_and_the_time_left_counts_this_attempts_rounds(
+    monkeypatch, capsys
+):
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     with Terminal(100) as terminal:
+        now += 3.0  # data are read
         terminal.begin(Path("run"), 90)
         now += 2.0
         terminal.on_round(split(line_of(91, Random(0)))[0])
-    assert "18 s left" in capsys.readouterr().out  # 9 rounds of 2 s
+    terminal.finished()
+    text = capsys.readouterr().out
+    assert "18 s left" in text  # 9 rounds of 2 s
+    assert "finished in 5 s" in text
 
 
 @pytest.mark.parametrize(

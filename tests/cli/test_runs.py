@@ -13,12 +13,12 @@ import time
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from PIL import ExifTags, Image
+from PIL import Image
 from run_fixtures import history_of, summary_of, without_pictures
 
 import server_app.report
 from keel.cli.main import main
-from keel.cli.status import status_lines
+from keel.cli.status import status_lines, status_row
 from keel.cli.stop import is_flower
 from keel.results import label_of
 from keel.saved_runs import (
@@ -70,24 +70,18 @@ def two(home, trained):
 # --- status --------------------------------------------------------------------------------------
 
 
-def test_the_status_can_be_read_after_every_round_while_it_runs(run, monkeypatch):
+def test_the_status_is_that_of_every_round_names_failures_and_changes_nothing(
+    run, failing, printed, monkeypatch
+):
     seen, done = [], server_app.report.Reporter.round_done
 
     def look(reporter, line):
         done(reporter, line)
-        seen.append(status_lines(SavedRun(reporter.info.directory)))
+        seen.append(status_row(SavedRun(reporter.info.directory)))
 
     monkeypatch.setattr(server_app.report.Reporter, "round_done", look)
-    directory = run(quick)
-    for number, lines in enumerate(seen, start=1):
-        assert "state     running" in lines
-        assert any(line.startswith(f"round     {number} of 2") for line in lines)
-    assert len(seen) == 2
-    assert "state     finished" in status_lines(SavedRun(directory))
-
-
-def test_the_status_names_recent_failures_and_changes_nothing(run, failing, printed):
     directory = run(quick | {"num-rounds": 3})
+    assert [(row["state"], row["rounds"]) for row in seen] == [("running", n) for n in (1, 2, 3)]
     files = [path for path in directory.rglob("*") if path.is_file()]
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
     shown = printed("status", str(directory))
@@ -126,12 +120,6 @@ def test_a_run_elsewhere_is_named_by_its_path(two, tmp_path):
         assert status_lines(SavedRun(directory))[-1].endswith(f" keel resume {reference}")
 
 
-def test_a_damaged_checkpoint_is_named(two, printed):
-    path = max((two / "one" / "checkpoints").glob("round-*"))
-    path.write_bytes(b"damaged")
-    assert path.name in printed("status", "one")
-
-
 # --- list ----------------------------------------------------------------------------------------
 
 
@@ -147,7 +135,7 @@ def test_the_list_shows_method_data_rounds_accuracy_and_state(two, printed):
 
 
 @pytest.mark.parametrize("name", ["config.json", "manifest.json", "summary.json", "history.jsonl"])
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"round": 2}\n'])
+@pytest.mark.parametrize("content", ["", "[]", '{"round": 2}\n'])
 def test_a_damaged_file_breaks_no_list(two, printed, capsys, monkeypatch, name, content):
     monkeypatch.setattr(Figure, "savefig", lambda *where, **how: None)
     (two / "one" / name).write_text(content)
@@ -161,18 +149,15 @@ def test_a_damaged_file_breaks_no_list(two, printed, capsys, monkeypatch, name, 
         assert name in states["one"]
 
 
-def test_a_run_of_another_layout_is_listed_as_such(two, printed, refusal):
-    manifest = two / "one" / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"layout": 1}))
-    states = {row["run"]: row["state"] for row in json.loads(printed("list", "--json"))}
-    assert "layout 1" in states["one"]
-    assert "layout 1" in refusal("status", "one")
-
-
-def test_a_home_without_runs_is_one_line(home, refusal, printed):
+def test_a_home_without_runs_and_a_run_of_another_layout_are_one_line(home, refusal, printed):
     assert str(home / "runs") in refusal("status")
     assert str(home / "runs") in printed("list")
     assert "/nowhere" in refusal("list", "/nowhere")
+    manifest = make_run(home / "runs" / "one", {}, 1) / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"layout": 1}))
+    [row] = json.loads(printed("list", "--json"))
+    assert "layout 1" in row["state"]
+    assert "layout 1" in refusal("status", "one")
 
 
 def test_a_runs_files_send_the_terminal_no_control_characters(two, capsys, monkeypatch):
@@ -331,38 +316,13 @@ def test_what_is_no_image_is_one_line_naming_it(trained, tmp_path, refusal, cont
     assert str(path) in refusal("predict", str(trained), str(path))
 
 
-def test_predict_reads_an_image_as_training_does(trained, tmp_path, printed):
-    """Turned as its EXIF data says."""
-    grey = np.random.default_rng(0).integers(0, 256, (32, 32), dtype=np.uint8)
-    exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = 6
-    upright, turned = (tmp_path / f"{name}.png" for name in ("upright", "turned"))
-    Image.fromarray(grey).save(upright)
-    Image.fromarray(grey).transpose(Image.Transpose.ROTATE_90).save(turned, exif=exif)
-    first, second = json.loads(
-        printed("predict", str(trained), str(upright), str(turned), "--json")
-    )
-    assert first["probability"] == second["probability"]
-
-
 def test_an_export_to_a_directory_or_of_a_client_s_history_is_refused(trained, tmp_path, refusal):
     words = ["export", str(trained), "--to"]
     assert str(tmp_path) in refusal(*words, "onnx", "-o", str(tmp_path))
     assert "--client" in refusal(*words, "csv", "--client", "foo")
 
 
-def test_a_run_exports_as_csv(trained, tmp_path, printed):
-    path = tmp_path / "run.csv"
-    printed("export", str(trained), "--to", "csv", "-o", str(path))
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
-    for row, line in zip(rows, history_of(trained), strict=True):
-        assert int(row["round"]) == line["round"]
-        assert float(row["accuracy/global.accuracy"]) == line["global"]["accuracy"]
-        assert float(row["loss/global.loss"]) == line["global"]["loss"]
-
-
-def test_a_csv_has_no_number_that_is_not_finite_and_no_formula(tmp_path, printed):
+def test_a_run_exports_as_csv_without_formulas_and_numbers_that_are_not_finite(tmp_path, printed):
     run, path = make_run(tmp_path / "a", {"method": "fedavg"}, 1, status="stopped"), tmp_path / "c"
     more = {
         "global": {"accuracy": 0.1, "loss": math.nan},
@@ -371,5 +331,8 @@ def test_a_csv_has_no_number_that_is_not_finite_and_no_formula(tmp_path, printed
     append_round(run, line_of(2, random.Random(0)) | more)
     printed("export", str(run), "--to", "csv", "-o", str(path))
     with path.open() as file:
-        _, row = csv.DictReader(file)
-    assert (row["loss/global.loss"], row["loss/supervised"]) == ("", "'=HYPERLINK(1)")
+        rows = list(csv.DictReader(file))
+    for row, line in zip(rows, history_of(run), strict=True):
+        assert int(row["round"]) == line["round"]
+        assert float(row["accuracy/global.accuracy"]) == line["global"]["accuracy"]
+    assert (rows[1]["loss/global.loss"], rows[1]["loss/supervised"]) == ("", "'=HYPERLINK(1)")
