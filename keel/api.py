@@ -15,7 +15,6 @@ from keel.saved_runs import SavedRun, find_run
 from protocol.code import is_installed
 from protocol.config import default_config, keel_version
 from protocol.options import CommandOptionError, ConfigError, OptionValue
-from server_app.run_reader import STARTING
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,7 +46,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """finished, stopped, running, interrupted, moved or deleted, or failed with the reason."""
+        """finished, stopped, running, interrupted, or why the run failed or cannot be read."""
         return self._saved.state
 
     @property
@@ -58,7 +57,7 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """The content of summary.json: state, accuracies, seconds, bytes."""
-        return dict(self._read(self._saved.summary))
+        return dict(self._saved.summary)
 
     @property
     def history(self) -> Any:
@@ -66,21 +65,12 @@ class Run:
 
         A pandas DataFrame with the round as its index if pandas is installed, else a list of dicts.
         """
-        rows = self._read(self._saved.rows())
+        rows = self._saved.rows()
         if not is_installed("pandas"):
             return rows
         import pandas  # type: ignore[import-untyped,unused-ignore]
 
         return pandas.DataFrame(rows).set_index("round") if rows else pandas.DataFrame()
-
-    def _read(self, found: Any) -> Any:
-        """`found`. ValueError if nothing was there because the directory no longer exists."""
-        if found in ([], STARTING) and not self.directory.exists():
-            raise ValueError(
-                f"{self.directory} does not exist: it was moved or deleted; load the run from its "
-                "new path, if there is one"
-            )
-        return found
 
     def model(self, client: str = "") -> "TrainedModel":
         """The final global model, or the personal model of a client, as `load_model` has it."""

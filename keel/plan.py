@@ -6,17 +6,10 @@ from data.readers import PublishedSizes
 from keel.deployment.superlink import flower_keys, run_config
 from keel.job import Job
 from keel.run_checks import data_size
+from keel.saved_runs import PARTITION_KEYS
 from protocol.config import RunConfig
-from protocol.data_keys import DataConfig
 from protocol.options import typed
 from protocol.text import num_of, size_of_data
-
-PARTITION_KEYS = {
-    "dirichlet": ("alpha",),
-    "dirichlet-balanced": ("alpha",),
-    "classes": ("classes-per-client",),
-    "shards": ("shards-per-client",),
-}
 
 SHOWN = {  # in rows of their own
     *("method", "server-optimizer", "source", "data-fraction", "partition", "alpha"),
@@ -37,7 +30,7 @@ def plan_rows(job: Job) -> list[tuple[str, str]]:
         return [("resume", name), *flwr_rows(job)]
     data = f"{config.data.source} of the server; each client has its own"
     if not is_remote:
-        data = data_text(config.data, data_size(config))
+        data = data_text(config, data_size(config))
     rows = [
         ("method", method_text(config)),
         ("data", data),
@@ -68,8 +61,9 @@ def options_text(config: RunConfig, table: str) -> str:
     return f" ({', '.join(shown)})" if shown else ""
 
 
-def data_text(data: DataConfig, size: PublishedSizes | None) -> str:
+def data_text(config: RunConfig, size: PublishedSizes | None) -> str:
     """The source, its size and shape if they are known, and the partition."""
+    data = config.data
     if size:
         numbers = size.num_train, size.num_test, size.image_shape, size.num_classes
         text = f"{data.source}: {size_of_data(*numbers)}"
@@ -80,9 +74,9 @@ def data_text(data: DataConfig, size: PublishedSizes | None) -> str:
         if size:
             num = max(size.num_classes, round(data.data_fraction * size.num_train))
             text += f", about {num:,} of the training images"
-    keys = PARTITION_KEYS.get(data.partition, ())
-    options = "".join(f", {key} {getattr(data, key.replace('-', '_'))}" for key in keys)
-    return f"{text}; partition {data.partition}{options}"
+    key = PARTITION_KEYS.get(data.partition)
+    option = f", {key} {config.flat[key]}" if key else ""
+    return f"{text}; partition {data.partition}{option}"
 
 
 def clients_text(config: RunConfig) -> str:

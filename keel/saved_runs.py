@@ -17,17 +17,22 @@ from typing import Any
 from protocol.config import keel_home
 from protocol.files import digest, full_path
 from protocol.options import did_you_mean
-from protocol.own_code import is_spec, table_of
+from protocol.own_code import table_of
 from protocol.text import in_one_line, shortened
 from server_app.history import curve, headline_of, scalars
 from server_app.run_reader import CONFIG_FILE, CONFUSION_FILE, HISTORY_FILE, LOCK_FILE, RunReader
 
 STARTING, RUNNING, FINISHED, INTERRUPTED = "starting", "running", "finished", "interrupted"
-GONE = "moved or deleted"
 # of states in a terminal; other states are red
 COLOURS = {FINISHED: "green", RUNNING: "cyan", "stopped": "yellow", INTERRUPTED: "yellow"}
 # keys in which repetitions of a setting differ
 NOT_A_SETTING = {"seed", "output-dir", "run-name", "data-dir", "resume", "tracker"}
+PARTITION_KEYS = {
+    "dirichlet": "alpha",
+    "dirichlet-balanced": "alpha",
+    "classes": "classes-per-client",
+    "shards": "shards-per-client",
+}
 UNREADABLE = (OSError, ValueError)  # another user's file, or a damaged one
 
 
@@ -76,13 +81,7 @@ class SavedRun(RunReader):
 
     @property
     def state(self) -> str:
-        """finished, stopped, failed: ..., running, interrupted, or `fault`.
-
-        "moved or deleted" if the directory no longer exists.
-        """
-        with suppress(PermissionError):  # of a folder above
-            if not self.directory.exists():
-                return GONE
+        """finished, stopped, failed: ..., running, interrupted, or `fault`."""
         if self.fault:
             return self.fault
         if self.is_running:
@@ -165,10 +164,7 @@ def method_text(config: Mapping[str, Any]) -> str:
 def split_text(config: Mapping[str, Any]) -> str:
     """The partition of a simulation with its parameter, such as `dirichlet 0.5`."""
     kind = str(config["partition"])
-    if is_spec(kind):
-        return kind
-    key = {"classes": "classes-per-client", "shards": "shards-per-client"}.get(kind, "alpha")
-    return kind if kind == "iid" else f"{kind} {config[key]}"
+    return f"{kind} {config[PARTITION_KEYS[kind]]}" if kind in PARTITION_KEYS else kind
 
 
 def uses(config: Mapping[str, Any], key: str) -> bool:
@@ -243,14 +239,13 @@ def runs_directory() -> Path:
 
 
 def all_runs(base: Path | None = None) -> list[SavedRun]:
-    """The runs in a directory, the last changed first; also directories that cannot be looked into.
+    """The runs in a directory, the last changed first.
 
-    Their state says so. Those of the output directory of `keel experiments` are in runs/CODE/.
+    Those of the output directory of `keel experiments` are in runs/CODE/.
     """
     base = base or runs_directory()
     patterns = (f"*/{CONFIG_FILE}", f"runs/*/*/{CONFIG_FILE}")
     found = [SavedRun(path.parent) for pattern in patterns for path in base.glob(pattern)]
-    found += [SavedRun(path) for path in base.glob("*/") if not os.access(path, os.X_OK)]
     return sorted(found, key=lambda run: (run.last_change, run.name), reverse=True)
 
 

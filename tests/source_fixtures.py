@@ -3,23 +3,12 @@
 import ast
 import re
 import shutil
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 from protocol.code import SERVER_PACKAGES, run_by_worker
 from protocol.config import app_folder, project_file
 
-PACKAGES = (
-    "client_app",
-    "data",
-    "flower_adapter",
-    "keel",
-    "models",
-    "protocol",
-    "server_app",
-    "strategies",
-)
 STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)  # no import is within an expression
 
 
@@ -36,19 +25,11 @@ def imports_of(file: Path) -> list[ast.Import | ast.ImportFrom]:
     return found
 
 
-def copy_keel(to: Path, packages: Iterable[str] = PACKAGES) -> Path:
-    """Copy these packages and pyproject.toml into `to`; returns `to`."""
-    for package in packages:  # with byte code, except files that another process is writing
-        shutil.copytree(
-            app_folder / package, to / package, ignore=shutil.ignore_patterns("*.pyc.*")
-        )
-    shutil.copy(app_folder / "pyproject.toml", to)
-    return to
-
-
 def write_newer_app(app: Path) -> Path:
     """The Flower app of a checkout with one more name in `protocol`, used in `client_app`."""
-    copy_keel(app, (*run_by_worker, *SERVER_PACKAGES))
+    ignored = shutil.ignore_patterns("*.pyc.*")  # byte code that another process is writing
+    for package in (*run_by_worker, *SERVER_PACKAGES):
+        shutil.copytree(app_folder / package, app / package, ignore=ignored)
     shutil.copy(app_folder / "LICENSE", app)
     project = re.sub(r"(?m)^fab-exclude = .*\n", "", project_file().read_text())
     (app / "pyproject.toml").write_text(project)  # Flower refuses patterns that match nothing

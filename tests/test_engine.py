@@ -76,13 +76,10 @@ REMOTE = {"engine": Engine.deployment, "federation": "a:1"}
         ({"engine": Engine.deployment}, "federation"),
         ({"federation": "x"}, "federation"),
         (REMOTE | {"clients": 3}, "clients"),
-        (REMOTE | {"ray": "a:1"}, "ray"),
         (FLOWER | {"cpus_per_client": 0.5}, "cpus_per_client"),
-        (FLOWER | {"cpus_per_client": 0}, "cpus_per_client"),
         (FLOWER | {"cpus_per_client": float("inf")}, "cpus_per_client"),
         (FLOWER | {"gpus_per_client": float("nan")}, "gpus_per_client"),
         (FLOWER | {"gpus_per_client": 1.5}, "gpus_per_client"),
-        (FLOWER | {"gpus_per_client": 1e-5}, "gpus_per_client"),
         (FLOWER | {"ray": ""}, "ray"),
     ],
 )

@@ -74,9 +74,8 @@ def row_of(run: SavedRun) -> dict[str, Any]:
 
 
 def age_of(run: SavedRun) -> str:
-    """The time since its last change, in one unit; empty where that cannot be read."""
-    last = run.last_change
-    return " ".join(duration(time.time() - last).split()[:2]) if last else ""
+    """The time since its last change, in one unit."""
+    return " ".join(duration(time.time() - run.last_change).split()[:2])
 
 
 def state_text(state: str) -> Text:

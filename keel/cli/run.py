@@ -1,6 +1,5 @@
 """`keel run` and `keel resume`."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +12,6 @@ from keel.interrupts import INTERRUPTED_CODE, interruptible
 from keel.job import Engine, EngineOptions
 from keel.saved_runs import FINISHED, all_runs, find_run, only_run
 from protocol.options import OptionValue
-from server_app.run_reader import CONFIG_FILE
 
 Assignments = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
 Clients = Annotated[
@@ -116,8 +114,8 @@ def resume(
                 "--engine deployment: name the run; its log on the server has its name"
             )
         return executed({"resume": run} | overrides, options)
-    readable = [r for r in all_runs() if os.access(r.directory / CONFIG_FILE, os.R_OK)]
-    unfinished = [] if run else [r for r in readable if not r.is_running and r.state != FINISHED]
+    ended = [] if run else [each for each in all_runs() if not each.is_running]
+    unfinished = [each for each in ended if each.state != FINISHED]
     saved = find_run(run) if run else only_run(unfinished, "can be resumed", "keel resume")
     if saved.is_running:
         raise ValueError(f"{saved.name} is running: `keel status {saved.reference}` shows it")

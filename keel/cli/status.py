@@ -16,7 +16,7 @@ from rich.text import Text
 from keel.cli.arguments import JsonOption, OptionalRun
 from keel.cli.list_runs import percent, row_of
 from keel.progress import SHORT, round_line
-from keel.saved_runs import COLOURS, FINISHED, RUNNING, SavedRun, find_run
+from keel.saved_runs import COLOURS, FINISHED, RUNNING, SavedRun, find_run, method_text
 from keel.tables import terminal_console
 from protocol.text import printable
 from server_app.history import CURVES, curve, duration, privacy_text, score_curves, value_in
@@ -123,11 +123,9 @@ def head_lines(run: SavedRun) -> list[str]:
         if run.state == RUNNING:
             left = config["num-rounds"] - done
             progress += f" so far, {duration(left * sum(seconds) / len(seconds))} left"
-    optimizer = config["server-optimizer"]
-    server = "" if optimizer == "fedavg" else f", server optimizer {optimizer}"
     return [
         f"run       {run.directory}",
-        f"config    {config['method']}{server}, {config['source']}, {config['model']}",
+        f"config    {method_text(config)}, {config['source']}, {config['model']}",
         f"state     {run.state}",
         f"round     {progress}",
     ]

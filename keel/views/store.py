@@ -98,16 +98,13 @@ class Store:
 
 
 def run_directories(folder: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
-    """The run directories at and below a folder, and the folders that may not be looked into."""
+    """The run directories at and below a folder."""
     if os.path.isfile(folder / CONFIG_FILE):
         yield folder
         return
     try:
         children = [Path(each) for each in os.scandir(folder) if each.is_dir()]
-    except PermissionError:
-        yield folder
-        return
-    except OSError:  # removed meanwhile
+    except OSError:  # removed meanwhile, or not the user's
         return
     for child in children if depth else ():
         yield from run_directories(child, depth - 1)

@@ -7,6 +7,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 from data_fixtures import make_npz, random_images
+from model_fixtures import undrawn
 
 from client_app.methods import method_class
 from keel.cli.models import all_layers, layer_rows
@@ -107,7 +108,9 @@ def test_unknown_names_are_refused_in_one_line(refusal):
 
 @pytest.mark.end_to_end
 def test_layers_add_up_to_the_model_and_fit_where_widths_are_equal(as_json):
-    layers, models = all_layers(), {name: build(name) for name in MODELS}
+    with undrawn():
+        layers, models = all_layers(), {name: build(name) for name in MODELS}
+        rows = {row["name"]: row for row in as_json("models")}
     for name, model in models.items():
         assert sum(r["parameters"] for r in layers[name]) == num_parameters(model)
         assert layers[name][0]["width"] == np.prod(layers[name][0]["shape"])
@@ -119,7 +122,6 @@ def test_layers_add_up_to_the_model_and_fit_where_widths_are_equal(as_json):
             for other, model in models.items()
             if other != name and model.feature_width == models[name].feature_width
         }
-    rows = {row["name"]: row for row in as_json("models")}
     assert {name: row["parameters"] for name, row in rows.items()} == {
         name: num_parameters(model) for name, model in models.items()
     }
@@ -154,10 +156,11 @@ def test_datasets_say_what_is_here_and_count_classes(as_json, refusal, home):
     "words", [["methods"], ["methods", "fedcr"], ["models"], ["datasets"], ["presets"], ["keys"]]
 )
 def test_eighty_columns_cut_no_name(words, monkeypatch, printed, as_json):
-    everything = as_json(*words)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "80")
-    text = re.sub(r"\x1b\[[\d;]*m", "", printed(*words))
+    with undrawn():
+        everything = as_json(*words)
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("COLUMNS", "80")
+        text = re.sub(r"\x1b\[[\d;]*m", "", printed(*words))
     assert "…" not in text
     for row in everything["options"] if isinstance(everything, dict) else everything:
         first = next(iter(row.values()))

@@ -4,13 +4,15 @@ import io
 import os
 import subprocess
 import sys
+import tomllib
 from types import ModuleType
 
 import pytest
 
 import keel.__main__
 import keel.cli.main
-from keel.cli.main import COMMANDS, load, main
+from keel.cli.main import COMMANDS, EXTRAS, load, main
+from protocol.config import app_folder
 
 HEAVY = ("torch", "flwr", "ray", "matplotlib", "sklearn", "pandas")
 LIGHT = {
@@ -76,7 +78,6 @@ def test_a_command_that_the_installation_lacks_a_part_of_is_one_line():
         "keel.deployment.loopback": "deploy loopback",
         "keel.views.server": "ui",
         "plotly": "ui",
-        "ray": "run --engine flower --clients 2",
     }
     code = f"""
 import sys
@@ -89,6 +90,8 @@ for name, words in {lacking}.items():
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     for line, module in zip(found.stderr.splitlines(), lacking, strict=True):
         assert module in line
+    extras = tomllib.loads((app_folder / "pyproject.toml").read_text())["project"]
+    assert {*EXTRAS.values()} <= extras["optional-dependencies"].keys()
 
 
 @pytest.mark.parametrize(

@@ -276,7 +276,8 @@ def test_options_of_other_methods_are_left_out(tmp_path):
     assert [label_of(run, keys) for run in found] == labels
 
 
-def test_a_comparison_does_not_overwrite_the_plot_of_another(two, home, printed):
+def test_a_comparison_does_not_overwrite_the_plot_of_another(two, home, printed, monkeypatch):
+    monkeypatch.setattr(Figure, "savefig", lambda *where, **how: None)
     plots = [
         printed("compare", *names).splitlines()[-1].removeprefix("plot: ")
         for names in (["one", "other"], ["one"], ["other", "one"], ["one", "other"])

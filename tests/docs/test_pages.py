@@ -172,40 +172,7 @@ def test_bounds_on_the_pages_are_those_of_the_code(
         assert sentence.format(*(f"{value:,.10g}" for value in values)) in text
 
 
-# --- language -----------------------------------------------------------------------------------
-
-# Terms that docs/ no longer uses: style guide and glossary of the project.
-retired = [
-    *(
-        "firewall",
-        "run folder",
-        "run's folder",
-        "roster as",
-        "what is kept",
-        "start anew",
-        "begin anew",
-        "begins anew",
-        "begin-anew",
-    ),
-    *(
-        "stands in",
-        "says of itself",
-        "goes on",
-        "so many",
-        "held to",
-        "what was given",
-        "bundle.json",
-    ),
-    *("to reach", "missed", "asked: at", "python -m server_app", "python -m keel.experiments"),
-]
-
-
-@pytest.mark.parametrize("page", public_pages, ids=named)
-def test_public_pages_use_the_glossary(page: Path) -> None:
-    if page.name == "CHANGELOG.md":  # it lists the old names
-        return
-    prose = " ".join(page.read_text().lower().split())
-    assert [term for term in retired if term in prose] == []
+# --- the reference ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

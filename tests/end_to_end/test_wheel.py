@@ -1,4 +1,4 @@
-"""Keel installed from its wheel, used from an empty directory."""
+"""Keel from its wheel, used from an empty directory."""
 
 import os
 import shutil
@@ -23,38 +23,11 @@ def wheel(tmp_path_factory):
     command = [sys.executable, "-m", "pip", "wheel", *options, "-w", folder, folder / "checkout"]
     subprocess.run(command, check=True, timeout=120)
     [built] = folder.glob("*.whl")
-    return built
-
-
-@pytest.fixture(scope="module")
-def keel(wheel, tmp_path_factory):
-    """keel(*arguments): the wheel's command, run in an empty directory; what it printed.
-
-    The dependencies are those of the tests' own environment.
-    """
-    site, home = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("home")
-    options = ["--quiet", "--no-deps", "--disable-pip-version-check", "--target", site]
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", *options, wheel], check=True, timeout=120
-    )
-    env = os.environ | {"PYTHONPATH": str(site), "KEEL_HOME": str(home), "COLUMNS": "120"}
-
-    def run(*arguments):
-        empty = tmp_path_factory.mktemp("empty")
-        done = subprocess.run(
-            [site / "bin" / "keel", *arguments],
-            cwd=empty, env=env, text=True, timeout=120, check=False,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout
-        return done.stdout
-
-    run.site, run.home = site, home
-    return run
+    return zipfile.ZipFile(built)
 
 
 def test_it_holds_every_source_and_data_file(wheel):
-    in_wheel = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    in_wheel = {name for name in wheel.namelist() if ".dist-info/" not in name}
     ignored = (*NOT_PACKAGED, "setup.py")
     suffixes = {".py", ".yaml", ".json", ".j2", ".html", ".css", ".js", ".txt"}
     in_checkout = {
@@ -67,32 +40,35 @@ def test_it_holds_every_source_and_data_file(wheel):
     assert in_wheel - {"protocol/pyproject.toml"} == in_checkout
 
 
-def test_its_command_lists_from_its_data(keel):
-    assert "fedreco" in keel("methods")
-    code = "import protocol.config as c; print(c.__file__, c.project_file(), c.keel_version())"
-    env = os.environ | {"PYTHONPATH": str(keel.site)}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd="/", env=env, text=True, capture_output=True, check=True)
-    assert done.stdout.split()[:2] == [
-        f"{keel.site}/protocol/config.py", f"{keel.site}/protocol/pyproject.toml",
-    ]  # fmt: skip
-
-
-def test_a_run_finishes_and_the_other_listings_have_their_data(keel, tmp_path):
-    """In one process, as two of them import torch."""
+def test_its_command_lists_from_its_data_and_a_run_finishes(wheel, tmp_path):
+    """Unpacked, in one process, with the dependencies of the tests' own environment."""
+    [entry] = [name for name in wheel.namelist() if name.endswith("/entry_points.txt")]
+    assert "keel = keel.__main__:main" in wheel.read(entry).decode()
+    site, home, empty = (tmp_path / name for name in ("site", "home", "empty"))
+    wheel.extractall(site)
+    empty.mkdir()
     shown = {
         "run --clients 2 num-rounds=1 model=cnn-fedreco data-fraction=0.4 run-name=smoke": "smoke",
+        "methods": "fedreco",
         "models": "cnn-fedreco",
         "datasets": "digits",
         "presets": "fedreco",
     }
-    code = "import sys; from keel.cli.main import main\n"
-    code += "for line in sys.argv[1:]: print('END', main(line.split()))"
-    env = os.environ | {"PYTHONPATH": str(keel.site), "KEEL_HOME": str(keel.home)}
+    code = """
+import sys
+import protocol.config
+from keel.cli.main import main
+print(protocol.config.project_file(), "END 0")
+for line in sys.argv[1:]:
+    print("END", main(line.split()))
+"""
+    env = os.environ | {"PYTHONPATH": str(site), "KEEL_HOME": str(home), "COLUMNS": "120"}
     command = [sys.executable, "-c", code, *shown]
-    done = subprocess.run(command, cwd=tmp_path, env=env, text=True, capture_output=True)
-    *printed, rest = done.stdout.split("END 0\n")
+    done = subprocess.run(command, cwd=empty, env=env, text=True, capture_output=True)
+    project, *printed, rest = done.stdout.split("END 0\n")
+    assert project.strip() == str(site / "protocol" / "pyproject.toml")
     assert (len(printed), rest) == (len(shown), ""), done.stderr
     for text, word in zip(printed, shown.values(), strict=True):
         assert word in text
-    assert (keel.home / "runs" / "smoke" / "model.safetensors").exists()
+    assert (home / "runs" / "smoke" / "model.safetensors").exists()
+    assert list(empty.iterdir()) == []

@@ -1,16 +1,13 @@
 """Several runs compared: groups over seeds, axes, exports."""
 
 import csv
-import io
 import json
 import math
 import os
 import statistics
 
 import pytest
-from data_fixtures import make_folder, random_images
 
-from client_app.setup import forget_sources
 from keel.exports import harmless, latex
 from keel.views.compare_page import (
     View,
@@ -24,7 +21,6 @@ from keel.views.compare_page import (
     header,
     points_of,
     result_rows,
-    view_of,
 )
 from keel.views.store import ShownRun
 from tests.tools.run_directories import make_run
@@ -99,6 +95,9 @@ def test_a_mean_is_of_finished_runs_one_a_seed_and_says_which_others_there_are(t
     assert "failed 1/4, interrupted 1/4" in as_latex(groups, View())
     table = list(csv.DictReader(as_csv(groups, View()).partition("\r\n\r\n")[2].splitlines()))
     assert {row["run"]: row["state"] for row in table}["two"] == "failed: diverged"
+    assert len(table) == sum(run.last_round for run in runs.values())  # every point
+    value = {(row["run"], row["round"]): row["headline"] for row in table}["one", "10"]
+    assert float(value) == pytest.approx(values[1], rel=1e-5)
 
 
 def test_the_final_values_are_at_the_last_round_that_all_runs_have(runs):
@@ -144,15 +143,6 @@ def test_an_option_is_only_of_the_method_that_has_it_and_shown_as_it_is_typed(tm
     }
 
 
-def test_the_csv_has_every_point(runs):
-    table = list(csv.reader(io.StringIO(as_csv(grouped(runs), View()))))
-    points = table[table.index([]) + 2 :]
-    assert len(points) == sum(run.last_round for run in runs)
-    _, name, _, _, r, *_, value = points[0]
-    [run] = [run for run in runs if run.name == name]
-    assert float(value) == pytest.approx(accuracy(run, int(r)), rel=1e-5)
-
-
 def test_a_loss_is_no_percentage_and_keeps_its_digits(tmp_path):
     for seed, loss in enumerate((0.00123456, 0.00223456)):
         path = make_run(tmp_path / f"a-{seed}", {"seed": seed}, 1) / "history.jsonl"
@@ -162,11 +152,6 @@ def test_a_loss_is_no_percentage_and_keeps_its_digits(tmp_path):
     [row] = rows_of(grouped(runs), view).values()
     assert (row["final"], row["± sd"], row["best"]) == ("0.001735", "0.0007071", "0.001735")
     assert chart(grouped(runs), view)["layout"]["yaxis"]["type"] == "log"
-
-
-@pytest.mark.parametrize("query", [{"smooth": "x"}, {"x": "y", "curve": "z"}])
-def test_a_choice_that_is_unknown_has_its_default(query):
-    assert view_of(query) == View()
 
 
 @pytest.mark.parametrize("cell", ["=1+1", "+x", "@SUM(A1)", "-cmd|' /C calc'!A0", "\tx"])
@@ -182,40 +167,21 @@ def test_latex_is_escaped():
     assert latex("α ≥ 0.5, Δλ") == r"$\alpha$ $\geq$ 0.5, $\Delta$$\lambda$"  # pdflatex prints none
 
 
-def test_runs_on_other_data_are_no_seeds_of_one_setting(run, tmp_path, printed):
-    """Five test labels differ, under the same path; all else does but for the seed."""
-    images, spec = random_images(40, 30, 30), f"folder:{tmp_path / 'data'}"
-    make_folder(tmp_path / "data", images)
-    keys = {"source": spec, "partition": "iid", "num-rounds": 1, "data-fraction": 1.0}
-    keys |= {"output-dir": str(tmp_path / "runs"), "min-samples": 1}
-    for seed in (0, 1):
-        run(keys | {"seed": seed, "run-name": f"first-{seed}"}, 2)
-    for n in range(0, 10, 2):
-        place = tmp_path / "data/test"
-        (place / f"ant/{n}.png").rename(place / f"bee/{n}.png")
-    forget_sources()
-    run(keys | {"seed": 2, "run-name": "second"}, 2)
+@pytest.mark.parametrize(
+    ("key", "name", "more"),
+    [("data", "data digest", {}), ("split", "site counts digest", {"simulated": False})],
+)
+def test_runs_on_other_data_are_no_seeds_of_one_setting(key, name, more, tmp_path, printed):
+    for seed, digest in enumerate(("aaaa", "aaaa", "bbbb")):
+        directory = make_run(tmp_path / "runs" / str(seed), {"method": "fedavg", "seed": seed}, 1)
+        manifest = json.loads((directory / "manifest.json").read_text()) | more | {key: digest}
+        (directory / "manifest.json").write_text(json.dumps(manifest))
     groups = grouped(runs_in(tmp_path / "runs"))
     assert sorted(group.num_seeds for group in groups) == [1, 2]
-    digests = {group.label: group.runs[0].manifest["data"] for group in groups}
-    assert len(set(digests.values())) == 2
-    assert all(digest in label for label, digest in digests.items())
-    [(key, *values)] = config_rows(groups)
-    assert (key, set(values)) == ("data digest", set(digests.values()))
-    assert all(digest in as_csv(groups, View()) for digest in digests.values())
+    assert config_rows(groups) == [[name, "aaaa", "bbbb"]]
+    assert all(digest in as_csv(groups, View()) for digest in ("aaaa", "bbbb"))
     table = tmp_path / "table.csv"
-    names = [str(tmp_path / "runs" / name) for name in ("first-0", "second")]
-    printed("compare", *names, "--csv", str(table), "-o", str(tmp_path / "plot.png"))
+    runs = [str(tmp_path / "runs" / each) for each in "02"]
+    printed("compare", *runs, "--csv", str(table), "-o", str(tmp_path / "plot.png"))
     with table.open() as file:
-        assert {row["data digest"] for row in csv.DictReader(file)} == set(digests.values())
-
-
-def test_sites_with_other_counts_are_another_setting(tmp_path):
-    for seed, counts in enumerate(("aaaa", "aaaa", "bbbb")):
-        directory = make_run(tmp_path / str(seed), {"method": "fedavg", "seed": seed}, 1)
-        about = {"simulated": False, "data": "dddd", "split": counts}
-        manifest = json.loads((directory / "manifest.json").read_text()) | about
-        (directory / "manifest.json").write_text(json.dumps(manifest))
-    groups = grouped(runs_in(tmp_path))
-    assert sorted(group.num_seeds for group in groups) == [1, 2]
-    assert [key for key, *_ in config_rows(groups)] == ["site counts digest"]
+        assert [row[name] for row in csv.DictReader(file)] == ["aaaa", "bbbb"]

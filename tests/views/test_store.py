@@ -42,14 +42,3 @@ def test_runs_that_differ_in_seed_and_place_have_one_setting(tmp_path):
     make_run(tmp_path / "unused", {"method": "fedavg", "seed": 2, "moon.mu": 7.0}, 1)
     settings = {row["name"]: row["setting"] for row in Store([tmp_path]).rows()}
     assert settings["seed-0"] == settings["seed-1"] == settings["unused"] != settings["other"]
-
-
-def test_data_that_sites_have_is_not_said_to_be_partitioned(tmp_path):
-    for name in ("sites", "simulation"):
-        run = make_run(tmp_path / name, {"method": "fedavg"}, 1)
-        manifest = json.loads((run / "manifest.json").read_text())
-        (run / "manifest.json").write_text(
-            json.dumps(manifest | {"simulated": name == "simulation"})
-        )
-    splits = {row["name"]: row["split"] for row in Store([tmp_path]).rows()}
-    assert splits == {"sites": "by site", "simulation": "dirichlet 0.5"}

@@ -21,6 +21,14 @@ import server_app.report
 for picture in ("plot_accuracy", "plot_label_distribution"):  # take longer than the runs
     setattr(server_app.report, picture, lambda *what: None)
 """
+OF_README = """
+import runpy
+
+
+def test_it_trains_and_its_penalty_counts():
+    run = runpy.run_path("readme.py", run_name="__main__")["run"]
+    assert run.history["loss/penalty"].iloc[-1] > 0
+"""
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page's files, and the README's example as a script."""
     folder = tmp_path_factory.mktemp("user")
     example = re.findall(r"```python\n(.*?)```", readme, re.S)[-1]
-    example += '\nassert run.history["loss/penalty"].iloc[-1] > 0\n'
-    for name, text in [*blocks, ("conftest.py", CONFTEST), ("readme.py", example)]:
+    files = [("conftest.py", CONFTEST), ("readme.py", example), ("test_readme.py", OF_README)]
+    for name, text in [*blocks, *files]:
         (folder / name).write_text(text)
     return folder
 
@@ -47,12 +55,7 @@ def test_the_tests_of_all_these_methods_pass(folder: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     tests = [name for name, _ in blocks if name.startswith("test_")]
     assert tests == ["test_feddyn.py", "test_fedproto.py", "test_fedper.py"]
-    assert all(f"{name}::" in done.stdout for name in tests)
-
-
-def test_the_readmes_method_trains_and_its_penalty_counts(folder: Path) -> None:
-    done = run(folder, "readme.py")
-    assert done.returncode == 0, done.stderr
+    assert all(f"{name}::" in done.stdout for name in [*tests, "test_readme.py"])
 
 
 @pytest.mark.slow  # half a minute
