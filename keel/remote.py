@@ -63,7 +63,7 @@ def run_remotely(job: Job, terminal: Terminal) -> None:
 def show_log(client: SuperLinkClient, run_id: int, terminal: Terminal) -> None:
     """Print the run's log as it grows, until the run ends or the SuperLink no longer sends it."""
     with subprocess.Popen(
-        ["flwr", "log", str(run_id), client.connection, "--stream"],
+        client.command("log", str(run_id), client.connection, "--stream"),
         env=client.environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

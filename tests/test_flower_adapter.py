@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import tomllib
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,6 @@ from flwr.proto.node_pb2 import Node
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 import flower_adapter
-from keel.deployment.superlink import FLOWER_CONNECTIONS
 
 # --- server and inline engine --------------------------------------------------------------------
 
@@ -108,14 +106,3 @@ def test_error_codes_have_the_names_that_are_used():
     codes = (flower_adapter.NO_REPLY, flower_adapter.NODE_UNAVAILABLE, *flower_adapter.CRASHED)
     assert len(set(codes)) == len(codes)
     assert all(isinstance(code, int) for code in codes)
-
-
-# --- the command line ----------------------------------------------------------------------------
-
-
-def test_the_connections_that_flower_makes_are_known():
-    from flwr.cli.constant import DEFAULT_FLOWER_CONFIG_TOML
-
-    made = tomllib.loads(DEFAULT_FLOWER_CONFIG_TOML)["superlink"]
-    named = {name for name, connection in made.items() if isinstance(connection, dict)}
-    assert named == set(FLOWER_CONNECTIONS)

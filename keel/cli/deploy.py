@@ -115,7 +115,7 @@ def loopback(
     Example: keel deploy loopback --clients 3 method=fedintr num-rounds=5
     """
     from keel.cli.overrides import parse_overrides
-    from keel.deployment.loopback import deploy_and_run, state_hint
+    from keel.deployment.loopback import ENDED, deploy_and_run
     from keel.deployment.superlink import app_directory
     from keel.interrupts import INTERRUPTED_CODE, interruptible
     from keel.run_checks import check_simulated, checked_config
@@ -128,15 +128,11 @@ def loopback(
     config = checked_config(keys)  # a mistake shows here rather than in a log
     check_simulated(config, clients)
     check_on_all_machines(config.own)
-    ended = (
-        "stopped, with all processes; if `keel list` shows the run, resume=DIRECTORY continues it"
-        f"{state_hint(folder)}"
-    )
-    with app_directory() as app, interruptible(ended=ended):
+    with app_directory() as app, interruptible(ended=ENDED):
         try:
             finished, log = deploy_and_run(app, keys, clients, folder, timeout)
         except KeyboardInterrupt:
-            print(ended)
+            print(ENDED)
             raise typer.Exit(INTERRUPTED_CODE) from None
     print(log)
     if not finished:

@@ -31,47 +31,42 @@ MODULES = {  # of flower_adapter
 }
 
 
-def check_database(words: Sequence[str]) -> None:
-    """Create the directory of --database; end the process, with one line, if it is unusable."""
+def options_of(words: Sequence[str]) -> argparse.Namespace:
+    """Those of Flower's options that are looked at here."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--database", nargs="?")  # Flower refuses it without a value
-    name = (parser.parse_known_args(words)[0].database or "").strip()
-    if not name or name.startswith(":") or "://" in name:  # such as :flwr-in-memory:, or a URL
-        return
-    path = Path(name)
+    parser.add_argument("--superlink")
+    for name in ("database", "auth-supernode-private-key"):
+        parser.add_argument(f"--{name}", type=Path)
+    for name in ("root-certificates", "ssl-certfile", "ssl-ca-certfile"):
+        parser.add_argument(f"--{name}", type=Path)
+    return parser.parse_known_args(words)[0]
+
+
+def check_database(path: Path) -> None:
+    """Create the directory of a database; end the process, with one line, if it is unusable."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with closing(sqlite3.connect(path)) as database:
-            database.execute("PRAGMA schema_version")
-        if not os.access(path, os.W_OK):
-            raise PermissionError(f"not writable for user id {os.getuid()}")
+            database.execute("BEGIN IMMEDIATE")  # to write
     except (OSError, sqlite3.Error) as error:
         sys.exit(f"error: --database {path}: {error}")
 
 
-def report_superlink(words: Sequence[str]) -> None:
-    """Log the address in a SuperNode's options, and why TLS or this client's key fails there."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--superlink")
-    parser.add_argument("--root-certificates", type=Path)
-    parser.add_argument("--auth-supernode-private-key", type=Path)
-    options, _ = parser.parse_known_args(words)
-    address = options.superlink
-    if not (address and options.root_certificates):
-        return
+def report_superlink(address: str, ca: Path, key: Path | None) -> None:
+    """Log why TLS or this client's key fails at the SuperLink."""
     log(f"SuperLink: {address}")
     try:
-        handshake(address, options.root_certificates)
+        handshake(address, ca)
     except (OSError, ValueError) as error:
         log(
             f"warning: SuperLink {address} cannot be reached yet: {error}{proxy_hint(address)}; "
             f"`keel doctor client --fleet {address}` says what to do"
         )
         return
-    if key := options.auth_supernode_private_key:
+    if key:
         from keel.deployment.doctor import check_key
 
-        for finding in check_key(address, options.root_certificates, key):
+        for finding in check_key(address, ca, key):
             if finding.is_problem:
                 log(f"warning: {finding.text}")
 
@@ -81,18 +76,21 @@ def log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def main(program: str, options: Sequence[str]) -> NoReturn:
+def main(program: str, words: Sequence[str]) -> NoReturn:
     """Run a program; ends the process where Flower returns, as a SuperNode does if TLS fails."""
     if program not in MODULES:
         sys.exit(f"error: {program!r}: expected {', '.join(MODULES)}")
     os.umask(0o077)  # the database, among others, is for this user alone
-    warn_of_certificates(options)
+    options = options_of(words)
+    ca = options.root_certificates
+    warn_of_certificates([ca, options.ssl_ca_certfile, options.ssl_certfile])
     if program == "superlink":
         return_large_blocks()
-        check_database(options)
-    if program == "supernode":
-        report_superlink(options)
-    sys.argv = [f"keel.deployment {program}", *options]
+        if options.database:
+            check_database(options.database)
+    if program == "supernode" and options.superlink and ca:
+        report_superlink(options.superlink, ca, options.auth_supernode_private_key)
+    sys.argv = [f"keel.deployment {program}", *words]
     import_module(f"flower_adapter.{MODULES[program]}").main()
     if program == "supernode":
         log("the SuperNode has lost the SuperLink and ends: start it again")

@@ -13,7 +13,6 @@ import ipaddress
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 from cryptography import x509
@@ -22,25 +21,27 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
-    NoEncryption,
     PrivateFormat,
     load_pem_private_key,
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from keel.deployment.keys import check_client_names, make_key, new_secret, write_new
+from keel.deployment.keys import (
+    check_client_names,
+    make_key,
+    new_secret,
+    private_pem,
+    write_missing,
+)
 from protocol.files import write_atomically
 
 default_names = ("localhost", "127.0.0.1", "superlink")  # health check; the name under compose
-usages = ["key_encipherment", "data_encipherment", "key_agreement", "encipher_only"]
-usages += ["digital_signature", "content_commitment", "decipher_only"]  # none is a CA's
 backdated = datetime.timedelta(hours=1)  # for clocks that are behind
 min_validity = datetime.timedelta(days=30)  # of a certificate, before it is warned about
 new_ca = (
     "make a new authority and copy its ca.pem to all machines (docs/how-to/deployment.md, "
     "Certificates)"
 )
-certificate_options = ("--ssl-certfile", "--ssl-ca-certfile", "--root-certificates")  # of Flower
 
 
 def make_credentials(
@@ -54,8 +55,7 @@ def make_credentials(
     ca, server = folder / "ca", folder / "server"
     check_client_names(clients)
     all_names = list(dict.fromkeys([*names, *default_names]))
-    for name in all_names:
-        general_name(name)
+    subjects = [general_name(name) for name in all_names]
     certificate = server / "server.pem"
     if certificate.exists():
         if missing := set(names) - set(certificate_names(certificate)):
@@ -67,69 +67,95 @@ def make_credentials(
             "no server names: pass the names or addresses that clients connect to, such as "
             "--name fl.example.org"
         )
-    folder.mkdir(parents=True, exist_ok=True, mode=0o755)  # `write_new` makes what is below it
+    folder.mkdir(parents=True, exist_ok=True, mode=0o755)
     before = set(folder.rglob("*"))
     if not certificate.exists():
-        make_server_credentials(ca, server, all_names, days)
-    if not (secret := server / "executor.secret").exists():
-        write_new(secret, new_secret(), private=True)
+        for key in (ca / "ca.key", server / "server.key"):
+            write_missing(key, lambda: private_pem(PrivateFormat.PKCS8), is_private=True)
+        write_missing(ca / "ca.pem", lambda: ca_certificate(ca / "ca.key", 2 * days))
+        write_missing(server / "ca.pem", (ca / "ca.pem").read_bytes)
+        write_missing(certificate, lambda: server_certificate(ca, server, subjects, days))
+    write_missing(server / "executor.secret", new_secret, is_private=True)
     for name in clients:
         make_key(folder / name, name)
-        if not (copy := folder / name / "ca.pem").exists():
-            write_new(copy, (server / "ca.pem").read_bytes(), private=False)
+        write_missing(folder / name / "ca.pem", (server / "ca.pem").read_bytes)
     made = sorted(path for path in folder.rglob("*") if path not in before and path.is_file())
     return [f"made  {path}" for path in made] or [f"nothing is missing in {folder}"]
 
 
-def make_server_credentials(ca: Path, server: Path, names: Sequence[str], days: int) -> None:
-    """Write the server's key and certificate, signed by a new CA unless there is one."""
-    if not (ca / "ca.pem").exists():
-        make_ca(ca, 2 * days)
-    key = server / "server.key"
-    if not key.exists():
-        write_new(key, private_pem(ec.generate_private_key(ec.SECP384R1())), private=True)
-    if not (server / "ca.pem").exists():
-        write_new(server / "ca.pem", (ca / "ca.pem").read_bytes(), private=False)
-    # last: with it, the server's credentials are complete
-    signed = server_certificate(ca, load_key(key), names, days)
-    write_new(server / "server.pem", signed, private=False)
+def renew(folder: Path, names: Sequence[str] = (), days: int = 825) -> list[str]:
+    """Replace the server's certificate by one valid for `days`, or as long as the CA is.
+
+    The CA and all keys stay, so no client changes anything. names: for the certificate, beside
+    those that it has. Returns lines that say what to do. ValueError if the CA has expired or did
+    not sign the old certificate: all clients would refuse the new one.
+    """
+    ca, path = folder / "ca", folder / "server" / "server.pem"
+    authority = load_certificate(ca / "ca.pem")
+    try:
+        load_certificate(path).verify_directly_issued_by(authority)
+    except InvalidSignature:
+        raise ValueError(f"{ca / 'ca.pem'} is not the CA of {path}: put that `ca` back") from None
+    last = authority.not_valid_after_utc
+    left = (last - datetime.datetime.now(datetime.UTC)).days
+    if left < 1:
+        raise ValueError(f"{ca / 'ca.pem'} expired on {last:%Y-%m-%d}: {new_ca}")
+    all_names = list(dict.fromkeys([*certificate_names(path), *names]))
+    subjects = [general_name(name) for name in all_names]
+    write_atomically(path, server_certificate(ca, path.parent, subjects, min(days, left)))
+    until = load_certificate(path).not_valid_after_utc
+    return [
+        f"renewed  {path}  valid until {until:%Y-%m-%d}, for {', '.join(all_names)}",
+        "copy it to the server, then restart the SuperLink there (`make deploy-server`)",
+    ]
 
 
-def make_ca(folder: Path, days: int) -> None:
-    """Write ca.key, unless it is there, and ca.pem, which signs server certificates alone."""
-    if not (folder / "ca.key").exists():
-        pem = private_pem(ec.generate_private_key(ec.SECP384R1()))
-        write_new(folder / "ca.key", pem, private=True)
-    key = load_key(folder / "ca.key")
-    usage = x509.KeyUsage(**dict.fromkeys(usages, False), key_cert_sign=True, crl_sign=True)
+# --- certificates --------------------------------------------------------------------------------
+
+
+def ca_certificate(key: Path, days: int) -> bytes:
+    """A certificate of this CA key, signed by itself, which signs server certificates alone."""
+    authority, name = load_key(key), common_name("Keel CA")
+    usage = x509.KeyUsage(
+        key_cert_sign=True,
+        crl_sign=True,
+        digital_signature=False,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
     signed = (
-        certificate_of("Keel CA", key.public_key(), common_name("Keel CA"), key, days)
+        certificate_of(authority.public_key(), name, name, authority, days)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
-        .sign(key, hashes.SHA384())
+        .sign(authority, hashes.SHA384())
     )
-    write_new(folder / "ca.pem", signed.public_bytes(Encoding.PEM), private=False)
+    return signed.public_bytes(Encoding.PEM)
 
 
 def server_certificate(
-    ca: Path, key: ec.EllipticCurvePrivateKey, names: Sequence[str], days: int
+    ca: Path, server: Path, names: Sequence[x509.GeneralName], days: int
 ) -> bytes:
-    """A certificate of this key for these DNS names and IP addresses, signed by the CA, as PEM."""
-    ca_key, issuer = load_key(ca / "ca.key"), load_certificate(ca / "ca.pem").subject
-    alternatives = x509.SubjectAlternativeName([general_name(name) for name in names])
+    """A certificate of the server's key for these names, signed by the CA, as PEM."""
+    key, authority = load_key(server / "server.key"), load_key(ca / "ca.key")
+    issuer = load_certificate(ca / "ca.pem").subject
     signed = (
-        certificate_of(names[0], key.public_key(), issuer, ca_key, days)
-        .add_extension(alternatives, critical=False)
+        # the subject is shown, and not verified
+        certificate_of(key.public_key(), common_name("Keel server"), issuer, authority, days)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .sign(ca_key, hashes.SHA384())
+        .sign(authority, hashes.SHA384())
     )
     return signed.public_bytes(Encoding.PEM)
 
 
 def certificate_of(
-    subject: str,
     public_key: ec.EllipticCurvePublicKey,
+    subject: x509.Name,
     issuer: x509.Name,
     issuer_key: ec.EllipticCurvePrivateKey,
     days: int,
@@ -139,7 +165,7 @@ def certificate_of(
     authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
     return (
         x509.CertificateBuilder()
-        .subject_name(common_name(subject))
+        .subject_name(subject)
         .issuer_name(issuer)
         .public_key(public_key)
         .serial_number(x509.random_serial_number())
@@ -148,37 +174,6 @@ def certificate_of(
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
         .add_extension(authority, critical=False)
     )
-
-
-def renew(folder: Path, names: Sequence[str] = (), days: int = 825) -> list[str]:
-    """Replace the server's certificate by one valid for `days`, or as long as the CA is.
-
-    The CA and all keys stay, so no client changes anything. names: for the certificate, beside
-    those that it has. Returns lines that say what to do. ValueError if the CA is not there, has
-    expired or did not sign the old certificate: all clients would refuse the new one.
-    """
-    ca, path = folder / "ca", folder / "server" / "server.pem"
-    for needed in (ca / "ca.key", ca / "ca.pem", path, path.with_suffix(".key")):
-        if not needed.exists():
-            raise ValueError(
-                f"{needed} is missing: renew where `keel deploy credentials` ran, with its `ca`"
-            )
-    authority, key = load_certificate(ca / "ca.pem"), load_key(path.with_suffix(".key"))
-    try:
-        load_certificate(path).verify_directly_issued_by(authority)
-    except (InvalidSignature, ValueError, TypeError):  # of a CA with another name, or key type
-        raise ValueError(f"{ca / 'ca.pem'} is not the CA of {path}: put that `ca` back") from None
-    last = authority.not_valid_after_utc
-    left = (last - datetime.datetime.now(datetime.UTC)).days
-    if left < 1:
-        raise ValueError(f"{ca / 'ca.pem'} expired on {last:%Y-%m-%d}: {new_ca}")
-    all_names = list(dict.fromkeys([*certificate_names(path), *names]))
-    write_atomically(path, server_certificate(ca, key, all_names, min(days, left)))
-    until = load_certificate(path).not_valid_after_utc
-    return [
-        f"renewed  {path}  valid until {until:%Y-%m-%d}, for {', '.join(all_names)}",
-        "copy it to the server, then restart the SuperLink there (`make deploy-server`)",
-    ]
 
 
 def certificate_problem(path: Path, now: datetime.datetime) -> str:
@@ -197,32 +192,18 @@ def certificate_problem(path: Path, now: datetime.datetime) -> str:
     return f"{path} {when}: {new_ca if is_ca else '`keel deploy credentials --renew`'}"
 
 
-def warn_of_certificates(words: Iterable[str]) -> None:
-    """Print a line for each certificate in a Flower command that has expired or soon will."""
-    split = [part for word in words for part in word.split("=", 1)]
-    for option, value in pairwise(split):
-        if option in certificate_options and Path(value).is_file():
-            try:
-                problem = certificate_problem(Path(value), datetime.datetime.now(datetime.UTC))
-            except ValueError:  # Flower names the file
-                continue
-            if problem:
-                print(f"warning: {problem}", file=sys.stderr, flush=True)
-
-
-def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """The key as PEM (PKCS 8), unencrypted."""
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+def warn_of_certificates(paths: Iterable[Path | None]) -> None:
+    """Print a line for each of these certificates that has expired or soon will."""
+    for path in filter(None, paths):
+        now = datetime.datetime.now(datetime.UTC)
+        if path.is_file() and (problem := certificate_problem(path, now)):
+            print(f"warning: {problem}", file=sys.stderr, flush=True)
 
 
 def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    """The key in a PEM file; ValueError if it is damaged or of another kind."""
-    try:
-        key = load_pem_private_key(path.read_bytes(), None)
-    except (ValueError, TypeError) as error:  # TypeError: it has a password
-        raise ValueError(f"{path} is damaged or not a key: {error}") from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ValueError(f"{path}: expected an ECDSA key, as `keel deploy credentials` makes")
+    """The key in a PEM file that `make_credentials` has written."""
+    key = load_pem_private_key(path.read_bytes(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
     return key
 
 
@@ -247,11 +228,8 @@ def certificate_fingerprint(path: Path) -> str:
 
 
 def common_name(name: str) -> x509.Name:
-    """A subject with a common name only, cut to the 64 characters that X.509 allows.
-
-    It is shown, and not verified: a server's names are its alternative names.
-    """
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
+    """A subject or issuer with a common name only."""
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
 def general_name(name: str) -> x509.GeneralName:

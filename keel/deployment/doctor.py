@@ -7,16 +7,16 @@ doctor_runtime.py has those of where Keel's code runs.
 import datetime
 import os
 import shutil
-import socket
 import ssl
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
+from subprocess import SubprocessError
 from typing import Literal, ParamSpec
 
-from keel.deployment.reach import handshake, proxy_hint, split_address
+from keel.deployment.reach import handshake, proxy_hint
 from protocol.text import num_of
 
 Machine = Literal["client", "server"]
@@ -25,14 +25,6 @@ MARKS = ("ok", "skipped", "PROBLEM")  # before the text of a finding
 TIMEOUT_S = 10.0
 INSIDE_TIMEOUT_S = 1800.0  # the data may be decoded for the first time
 CLOCK_LIMITS = "more than 5 seconds ahead of it or more than 5 minutes behind"  # Flower's
-# X509_V_ERR_... of OpenSSL, and what to do
-OTHER_NAMES = "is for other names: use one, or add this one: keel deploy credentials --renew"
-HANDSHAKE_REMEDIES = {
-    62: OTHER_NAMES,
-    64: OTHER_NAMES,
-    10: "has expired: keel deploy credentials --renew makes a new one for the server",
-    9: "is not yet valid: set this machine's clock",
-}
 # compose services of a machine; the doctor's own checks run in the last one
 SERVICES = {"client": ("supernode", "executor", "worker"), "server": ("superlink", "serverapp")}
 
@@ -77,9 +69,11 @@ def check(function: Callable[P, Iterator[Finding]]) -> Callable[P, Iterator[Find
     def safe(*args: P.args, **kwargs: P.kwargs) -> Iterator[Finding]:
         try:
             yield from function(*args, **kwargs)
-        except subprocess.TimeoutExpired as error:
-            yield problem(f"{what}: {error.cmd[0]} gave no answer within {error.timeout:g} seconds")
-        except (OSError, ValueError, RuntimeError, ImportError) as error:
+        except PermissionError as error:
+            yield problem(
+                f"{what}: {error}: user id {os.getuid()} is denied; the deployment runs as KEEL_UID"
+            )
+        except (OSError, ValueError, RuntimeError, ImportError, SubprocessError) as error:
             yield problem(f"{what}: {' '.join(str(error).split())[:300]}")
 
     return safe
@@ -121,14 +115,13 @@ def check_files(folder: Path, names: Sequence[str]) -> Iterator[Finding]:
     for path in (folder / name for name in names):
         if not path.exists():
             yield problem(f"{path} is missing: `keel deploy key` or `credentials` makes it")
-        elif not os.access(path, os.R_OK):
-            yield problem(
-                f"{path} belongs to user id {path.stat().st_uid} and is not readable by "
-                f"{os.getuid()}: run the doctor as root. It has to belong to the user id that the "
-                "deployment runs as (KEEL_UID; 10001 if root deployed)"
-            )
         elif path.stat().st_mode & 0o077:
             yield problem(f"{path} is readable by others: chmod 600 {path}")
+        elif not os.access(path, os.R_OK):
+            yield problem(
+                f"{path} is of user id {path.stat().st_uid}, and {os.getuid()} may not read it: "
+                "run the doctor as root; it has to be of the user id that deploys (KEEL_UID)"
+            )
 
 
 @check
@@ -154,15 +147,13 @@ def check_certificate(path: Path) -> Iterator[Finding]:
 @check
 def check_server_key(certificate: Path, key: Path) -> Iterator[Finding]:
     """The key is the certificate's: with another or a damaged one, the SuperLink does not start."""
-    if not (os.access(certificate, os.R_OK) and os.access(key, os.R_OK)):
-        return  # a finding of check_files
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate, key, password="")  # or it would ask for one
     except ssl.SSLError:
         yield problem(
             f"{key} is damaged, or not the key of {certificate.name}: copy both again from where "
-            "`keel deploy credentials` made them, or move both away there and run it again"
+            "`keel deploy credentials` made them"
         )
 
 
@@ -171,8 +162,7 @@ def check_clock() -> Iterator[Finding]:
     """The system's clock is synchronised, if the system knows."""
     if not shutil.which("timedatectl"):
         return
-    command = ["timedatectl", "show", "--property", "NTPSynchronized", "--value"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    done = output_of("timedatectl", "show", "--property", "NTPSynchronized", "--value")
     if done.stdout.strip() == "no":
         yield problem(
             "clock: not synchronised; the SuperLink refuses SuperNodes whose clock is "
@@ -183,26 +173,21 @@ def check_clock() -> Iterator[Finding]:
 @check
 def check_port(address: str, ca: Path) -> Iterator[Finding]:
     """A TLS server listens there, with a certificate of our CA for this name."""
-    host, port = split_address(address)
-    try:
-        socket.create_connection((host, port), timeout=TIMEOUT_S).close()
-    except OSError as error:
-        reason = {
-            socket.gaierror: "no such name: check the name and this machine's DNS",
-            TimeoutError: f"no answer: a firewall may drop port {port}",
-        }.get(type(error), f"{error.strerror}: is the SuperLink running, the port published?")
-        yield problem(f"{address}: {reason}{proxy_hint(address)}")
-        return
-    if not os.access(ca, os.R_OK):
+    if not ca.exists():
         return  # a finding of check_certificate
     try:
         handshake(address, ca)
     except ssl.SSLCertVerificationError as error:
-        other = f"is not from the CA in {ca}: {error.verify_message}"
-        remedy = HANDSHAKE_REMEDIES.get(error.verify_code, other)
-        yield problem(f"{address}: its certificate {remedy}")
+        yield problem(
+            f"{address}: its certificate is not accepted: {error.verify_message}. If the name is "
+            "another or it has expired: `keel deploy credentials --renew`; else copy the server's "
+            f"ca.pem to {ca} again, and set this machine's clock"
+        )
     except OSError as error:
-        yield problem(f"{address}: no TLS there ({error}): is it another service's port?")
+        yield problem(
+            f"{address}: {error}: is the name right, the SuperLink running, the port published and "
+            f"open in the firewall?{proxy_hint(address)}"
+        )
     else:
         yield fine(f"{address} answers, with a certificate of our CA for this name")
 
@@ -215,20 +200,18 @@ def check_key(address: str, ca: Path, key: Path) -> Iterator[Finding]:
 
     private = load_client_key(key)
     own = public_half(private)
-    requests = sorted(key.parent.glob("*.pub"))
+    shown, requests = f"{key}, {fingerprint(own)}", sorted(key.parent.glob("*.pub"))
     for request in requests:
-        if request.read_text(errors="replace").split()[:2] != own.split():
+        if request.read_text().split()[:2] != own.split():
             yield problem(
                 f"{key} does not belong to {request}: put the client's directory back, or move "
                 f"{request.name} away and run `keel deploy key`"
             )
             return
     registration, details = registration_of(private, address, ca.read_bytes(), TIMEOUT_S)
-    shown = f"{key}, {fingerprint(own)}"
     match registration:
         case Registration.KNOWN:
-            owner = f", of client {requests[0].stem}" if requests else ""
-            yield fine(f"the SuperLink knows the key in {shown}{owner}")
+            yield fine(f"the SuperLink knows the key in {shown}")
         case Registration.CLOCKS_DIFFER:
             yield problem(
                 f"this machine's clock says {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S}"
@@ -241,14 +224,10 @@ def check_key(address: str, ca: Path, key: Path) -> Iterator[Finding]:
                 f"{requests[0] if requests else 'its request'} to the server's operator, who "
                 "registers it (`make register`; without containers, `keel deploy register`)"
             )
-        case Registration.REFUSED if "ALPN" in details:  # TLS without gRPC
-            yield problem(
-                f"{address} is the SuperLink's port for users, or another service's: --fleet takes "
-                "its port for clients (9092 unless changed)"
-            )
         case Registration.REFUSED:
             yield problem(
-                f"no SuperLink takes the key in {shown}: {details[:300]}{proxy_hint(address)}"
+                f"{address} takes no key of a client: {details[:300]}: --fleet is the SuperLink's "
+                f"port for clients (9092 unless changed){proxy_hint(address)}"
             )
 
 
@@ -263,21 +242,13 @@ def check_registered(ca: Path, superlink: str) -> Iterator[Finding]:
         return
     nodes = [n for n in registered_nodes(superlink, ca.read_bytes()) if n.status != "unregistered"]
     for node in sorted(nodes, key=lambda node: (node.name, node.node_id)):
-        how = "has never connected" if node.status == "registered" else f"is {node.status}"
-        if not node.name:
-            yield problem(
-                f"SuperNode {node.node_id} {how} and was registered without a client's name: runs "
-                f"refuse it: flwr supernode unregister {node.node_id} deployment"
-            )
-        elif node.status != "online":
+        if node.status != "online":
+            how = "has never connected" if node.status == "registered" else f"is {node.status}"
             yield problem(
                 f"SuperNode {node.node_id} of {node.name} {how}: run `keel doctor client` on its "
                 "machine"
             )
-    if num_online := [node.status for node in nodes].count("online"):
-        yield fine(
-            f"{num_of('SuperNode', num_online)} {'is' if num_online == 1 else 'are'} connected"
-        )
+    yield fine(f"connected: {num_of('SuperNode', [n.status for n in nodes].count('online'))}")
 
 
 # --- containers ----------------------------------------------------------------------------------
@@ -292,25 +263,18 @@ def check_containers(
     options: of `keel doctor MACHINE --inside` there. check_here: the same checks on this machine,
     for one without containers.
     """
-    containers, why = [], f"none of a {machine} runs here"
+    containers, why = [], "there is no `docker` here"
     if shutil.which("docker"):
-        labels = ("project", "service")
-        label = '{{.Label "com.docker.compose.NAME"}}'
-        columns = ["{{.Names}}", *(label.replace("NAME", name) for name in labels)]
-        command = ["docker", "ps", "--format", "\t".join([*columns, "{{.Status}}"])]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
+        labels = (f'{{{{.Label "com.docker.compose.{name}"}}}}' for name in ("project", "service"))
+        columns = "\t".join(["{{.Names}}", *labels, "{{.Status}}"])
+        done = output_of("docker", "ps", "--format", columns)
         rows = [line.split("\t") for line in done.stdout.splitlines()]
         containers = sorted(
             row for row in rows if row[1].startswith("keel-") and row[2] in SERVICES[machine]
         )
-        if done.returncode:
-            why = f"{' '.join(done.stderr.split())[:300]} (for containers, start Docker, and run "
-            why += "`keel doctor` as a user who may use it)"
+        why = " ".join(done.stderr.split())[:300] or f"none of a {machine} runs here"
     if not containers:
-        found = problem if "permission denied" in why else skipped
-        yield found(f"containers: {why}; checking this machine instead")
+        yield skipped(f"containers: {why}; checking this machine instead")
         yield from check_here()
     for project in dict.fromkeys(row[1] for row in containers):
         running = {row[2] for row in containers if row[1] == project}
@@ -329,16 +293,21 @@ def check_containers(
 @check
 def check_container(container: str, options: Sequence[str]) -> Iterator[Finding]:
     """What the doctor finds in this container."""
-    command = ["docker", "exec", container, "python", "-m", "keel", "doctor", *options]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=INSIDE_TIMEOUT_S, check=False
-    )
+    words = ("docker", "exec", container, "python", "-m", "keel", "doctor", *options)
+    done = output_of(*words, timeout_s=INSIDE_TIMEOUT_S)
     findings = [
         Finding(mark, f"{container}: {text.lstrip()}")
         for mark, _, text in (line.partition(" ") for line in done.stdout.splitlines())
         if mark in MARKS
     ]
     yield from findings
-    if not findings or done.returncode not in (0, 1):
-        reason = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
-        yield problem(f"{container}: the doctor did not finish there: {reason}")
+    if not findings or done.returncode not in (0, 1):  # 1: it found problems
+        last = (done.stderr.splitlines() or [f"exit status {done.returncode}"])[-1]
+        yield problem(f"{container}: the doctor did not finish there: {last}")
+
+
+def output_of(*words: str, timeout_s: float | None = None) -> subprocess.CompletedProcess[str]:
+    """A command that has ended; subprocess.TimeoutExpired after `timeout_s`, or `TIMEOUT_S`."""
+    return subprocess.run(
+        words, capture_output=True, text=True, timeout=timeout_s or TIMEOUT_S, check=False
+    )

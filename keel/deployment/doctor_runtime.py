@@ -39,7 +39,7 @@ def check_runtime(
     node config.
     """
     yield from check_versions(code)
-    yield from check_disk(keel_home(), "set KEEL_HOME")
+    yield from check_disk(keel_home(), "KEEL_HOME")
     if machine == "client":
         yield from check_device(device)
         yield from check_data(source, classes, {"model": model} if model else {}, names)
@@ -51,8 +51,8 @@ def check_simulation() -> Iterator[Finding]:
     """Everything that a simulation on this machine needs."""
     yield from check_versions()
     yield from check_device("auto")
-    yield from check_disk(keel_home(), "set KEEL_HOME")
-    yield from check_disk(Path(gettempdir()), "set TMPDIR")
+    yield from check_disk(keel_home(), "KEEL_HOME")
+    yield from check_disk(Path(gettempdir()), "TMPDIR")
     yield from check_ray()
 
 
@@ -88,22 +88,16 @@ def check_versions(code: str = "") -> Iterator[Finding]:
 
 
 @check
-def check_disk(folder: Path, remedy: str) -> Iterator[Finding]:
+def check_disk(folder: Path, variable: str) -> Iterator[Finding]:
     """There is room, and write access, where state, runs, decoded data or temporary files go."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if free < MIN_DISK_BYTES:
-        yield problem(
-            f"disk: {free / GiB:.1f} GiB free at {folder}, expected {MIN_DISK_BYTES / GiB:.0f}: "
-            f"make room, or {remedy} to another disk"
-        )
+    free = f"disk: {shutil.disk_usage(existing).free / GiB:.1f} GiB free at {folder}"
+    if shutil.disk_usage(existing).free < MIN_DISK_BYTES:
+        yield problem(f"{free}: make room, or set {variable} to another disk")
     elif not os.access(existing, os.W_OK):
-        yield problem(
-            f"disk: {existing} is not writable for user id {os.getuid()}: change its owner, or "
-            f"{remedy} to another directory"
-        )
+        yield problem(f"disk: {existing} is not writable for user id {os.getuid()}: set {variable}")
     else:
-        yield fine(f"disk: {free / GiB:.1f} GiB free at {folder}")
+        yield fine(free)
 
 
 @check
@@ -113,25 +107,21 @@ def check_device(name: str) -> Iterator[Finding]:
 
     from client_app.setup import device_for
 
-    has_driver = shutil.which("nvidia-smi") is not None
-    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-    driver = f"this machine has NVIDIA's driver, torch is built {built}"
+    driver = "no NVIDIA driver is visible here; a container needs compose.gpu.yml"
+    if shutil.which("nvidia-smi"):
+        built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+        driver = f"this machine has NVIDIA's driver, torch is built {built}"
     try:
         device = device_for(name)
     except ValueError as error:
-        hint = "no NVIDIA driver is visible here; a container needs compose.gpu.yml"
-        yield problem(f"{error}; {driver if has_driver else hint}")
+        yield problem(f"{error}; {driver}")
         return
+    about = f"; {driver}" if name == "auto" else ""
     if device.type == "cuda":
-        torch.zeros(1, device=device)
         free, total = torch.cuda.mem_get_info(device)
         gpu = torch.cuda.get_device_name(device)
-        yield fine(f"device: {device}, {gpu}, {free / GiB:.0f} of {total / GiB:.0f} GiB free")
-    elif name == "auto":
-        # the driver may be too old for this torch, or $CUDA_VISIBLE_DEVICES empty
-        yield fine(f"device: {device}; auto finds no GPU{f': {driver}' if has_driver else ''}")
-    else:
-        yield fine(f"device: {device}")
+        about = f", {gpu}, {free / GiB:.0f} of {total / GiB:.0f} GiB free"
+    yield fine(f"device: {device}{about}")
 
 
 @check
@@ -147,18 +137,7 @@ def check_data(
     if not source:
         yield skipped("data: neither --source nor KEEL_SOURCE names it")
         return
-    try:
-        data = open_site(resolve_config(run_config), source, names, None)
-    except (PermissionError, ValueError) as error:
-        denied = error if isinstance(error, PermissionError) else error.__cause__
-        if not isinstance(denied, PermissionError):
-            raise
-        if Path(denied.filename or "/").is_relative_to(keel_home()):
-            what = "decoded images are stored there: change its owner, or deploy with its owner's"
-        else:
-            what = "change the group or mode of the data, or deploy with a reader's"
-        yield problem(f"data: {error}: user id {os.getuid()} is denied; {what} KEEL_UID")
-        return
+    data = open_site(resolve_config(run_config), source, names, None)
     run_classes = list(classes or data.class_names)
     try:
         labels = labels_in_run(data, run_classes)
@@ -182,8 +161,7 @@ def check_privacy_limits() -> Iterator[Finding]:
     from client_app.site_privacy import VARIABLES, site_limits, spent_epsilon
 
     limits = site_limits()
-    found = {name: os.environ.get(name) for name in VARIABLES}
-    stated = [f"{name} = {value}" for name, value in found.items() if value]
+    stated = [f"{name} = {os.environ[name]}" for name in VARIABLES if os.environ.get(name)]
     yield fine(f"privacy limits: {', '.join(stated) or 'none in the environment'}")
     if math.isfinite(limits.budget_epsilon):
         spent = spent_epsilon(limits.budget_delta)

@@ -11,7 +11,7 @@ import base64
 import hashlib
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -25,10 +25,9 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
-from protocol.files import STATE_FILE, private_files, write_atomically
+from protocol.files import private_files, write_atomically
 
-reserved_names = ("ca", "server")
-client_name = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+client_name = re.compile(r"(?!(?:ca|server)\Z)[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 expected_request = "expected the NAME.pub of `keel deploy key`"
 
 
@@ -38,16 +37,11 @@ def make_key(folder: Path, name: str) -> list[str]:
     The request is NAME.pub: the public half in OpenSSH's format, with the name behind it.
     """
     check_client_names([name])
-    key, request, secret = folder / "client.key", folder / f"{name}.pub", folder / "executor.secret"
-    if not key.exists():
-        private = ec.generate_private_key(ec.SECP384R1())
-        pem = private.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
-        write_new(key, pem, private=True)
+    key, request = folder / "client.key", folder / f"{name}.pub"
+    write_missing(key, lambda: private_pem(PrivateFormat.OpenSSH), is_private=True)
+    write_missing(folder / "executor.secret", new_secret, is_private=True)
     public = public_half(load_client_key(key))
-    if not request.exists():
-        write_new(request, f"{public} {name}\n".encode(), private=False)
-    if not secret.exists():
-        write_new(secret, new_secret(), private=True)
+    write_missing(request, lambda: f"{public} {name}\n".encode())
     return [f"key      {key}  stays here", f"request  {request}  {fingerprint(public)}"]
 
 
@@ -67,9 +61,9 @@ def read_requests(text: str, where: str) -> list[tuple[str, str]]:
             kind, content, name = line.split()
             key = load_ssh_public_key(f"{kind} {content}".encode())
         except (ValueError, UnsupportedAlgorithm):
-            raise ValueError(f"{where}: {expected_request}: a kind, a key and a name") from None
+            key = None
         if not isinstance(key, ec.EllipticCurvePublicKey):
-            raise ValueError(f"{where}: {expected_request}, an ECDSA key, found {kind}")
+            raise ValueError(f"{where}: {expected_request}: ecdsa-..., the key and the name")
         found.append((name, f"{kind} {content}"))
     if not found:
         raise ValueError(f"{where}: {expected_request}, found nothing")
@@ -77,14 +71,13 @@ def read_requests(text: str, where: str) -> list[tuple[str, str]]:
 
 
 def check_client_names(names: Iterable[str]) -> None:
-    """ValueError unless these may be clients' names, which name containers and folders of state."""
+    """ValueError unless these may be clients' names, which also name containers."""
     containers: dict[str, str] = {}
     for name in names:
-        is_reserved = name in reserved_names or bool(re.fullmatch(STATE_FILE, name))
-        if is_reserved or not client_name.fullmatch(name):
+        if not client_name.fullmatch(name):
             raise ValueError(
-                f"client {name!r}: expected at most 63 letters, digits, '.', '_' and '-', not 'ca' "
-                "or 'server', and not the name of a file of client state, such as 'reset-state'"
+                f"client {name!r}: expected at most 63 letters, digits, '.', '_' and '-', and not "
+                "'ca' or 'server'"
             )
         other = containers.setdefault(name.lower().replace(".", "-"), name)
         if other != name:
@@ -116,15 +109,23 @@ def fingerprint(public: str) -> str:
     return f"SHA256:{base64.b64encode(digest).decode().rstrip('=')}"
 
 
+def private_pem(form: PrivateFormat) -> bytes:
+    """A new private key on the curve that Flower requires, as PEM, unencrypted."""
+    key = ec.generate_private_key(ec.SECP384R1())
+    return key.private_bytes(Encoding.PEM, form, NoEncryption())
+
+
 def new_secret() -> bytes:
     """A secret for a machine's executor and its SuperLink or SuperNode; no newline ends it."""
     return secrets.token_hex(32).encode()
 
 
-def write_new(path: Path, content: bytes, *, private: bool) -> None:
-    """Write a file that is not there yet, whole or not at all. private: for its owner alone."""
+def write_missing(path: Path, content: Callable[[], bytes], *, is_private: bool = False) -> None:
+    """Write a file unless it is there, whole or not at all. is_private: for its owner alone."""
+    if path.exists():
+        return
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
     with private_files():
-        write_atomically(path, content)
-    if not private:
+        write_atomically(path, content())
+    if not is_private:
         path.chmod(0o644)

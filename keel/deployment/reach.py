@@ -10,22 +10,22 @@ import ssl
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
 timeout_s = 5.0
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """(host, port); ValueError if it is not HOST:PORT."""
-    host, colon, port = address.rpartition(":")
-    if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
-        raise ValueError(f"address {address!r}: expected HOST:PORT")
-    name = host.strip("[]")
-    if ":" in name and host != f"[{name}]":  # gRPC and HTTP refuse it
-        raise ValueError(
-            f"address {address!r}: expected an IPv6 address in brackets: [{name}]:PORT"
-        )
-    return name, int(port)
+    """(host, port); ValueError if it is not HOST:PORT, an IPv6 address in brackets."""
+    try:
+        parts = urlsplit(f"//{address}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not (host and port):
+        raise ValueError(f"address {address!r}: expected HOST:PORT, an IPv6 address in brackets")
+    return host, port
 
 
 def handshake(address: str, ca: Path) -> dict[str, object]:

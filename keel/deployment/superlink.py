@@ -17,14 +17,12 @@ from typing import Any
 
 from keel.deployment import proxy_exceptions
 from protocol.config import app_folder, project_file
-from protocol.files import naming
 from protocol.options import OptionValue
 from protocol.own_code import table_of
 
 command_timeout_s = 100.0
 poll_s = 2.0  # each look takes a process a second
 connection = "deployment"  # name of the SuperLink in the configuration of Flower's command line
-FLOWER_CONNECTIONS = ("local", "supergrid")  # of a config.toml that Flower makes
 app_packages = (
     "client_app",
     "data",
@@ -80,37 +78,32 @@ def captured(
 class SuperLinkClient:
     """Talks to the SuperLink at `address` (its HTTP API) through `flwr`."""
 
-    def __init__(
-        self,
-        flwr_home: Path | None,
-        address: str,
-        ca: Path | None = None,
-        prefix: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, flwr_home: Path | None, address: str, ca: Path | None = None) -> None:
         """flwr_home: a directory of this client's own, into which config.toml is written.
 
         None: the user's, in whose config.toml `address` names a connection. ca: None for a
-        SuperLink without TLS. prefix: words before each command, such as those that enter a
-        network namespace.
+        SuperLink without TLS.
         """
-        self.prefix, self.environment = list(prefix), environment(flwr_home)
-        check_command_line(self.environment["PATH"])
+        self.environment = environment(flwr_home)
         self.connection = connection if flwr_home else address
         if flwr_home:
             security = (
                 f"root-certificates = {toml(str(ca.absolute()))}" if ca else "insecure = true"
             )
             flwr_home.mkdir(parents=True, exist_ok=True)
-            with naming(config := flwr_home / "config.toml"):
-                config.write_text(
-                    f'[superlink]\ndefault = "{connection}"\n\n[superlink.{connection}]\n'
-                    f"address = {toml(address)}\n{security}\n"
-                )
+            (flwr_home / "config.toml").write_text(
+                f'[superlink]\ndefault = "{connection}"\n\n[superlink.{connection}]\n'
+                f"address = {toml(address)}\n{security}\n"
+            )
+
+    def command(self, *arguments: str) -> list[str]:
+        """The words of `flwr` with these arguments."""
+        return [sys.executable, "-m", "flwr.cli.app", *arguments]
 
     def flwr(self, *arguments: str) -> str:
         """The output of `flwr`; RuntimeError, with that output, if it fails or takes too long."""
         try:
-            done = captured([*self.prefix, "flwr", *arguments], self.environment, command_timeout_s)
+            done = captured(self.command(*arguments), self.environment, command_timeout_s)
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"flwr {' '.join(arguments)}: timed out") from None
         if done.returncode:
@@ -136,10 +129,15 @@ class SuperLinkClient:
         return int(self.flwr_json("run", str(app), self.connection, *arguments)["run-id"])
 
     def run_info(self, run_id: int) -> dict[str, Any]:
-        """What the SuperLink knows about a run: status, network-traffic, ..."""
-        listed: dict[str, Any] = self.flwr_json("list", self.connection, "--run-id", str(run_id))
-        row: dict[str, Any] = listed["runs"][0]
-        return row
+        """What the SuperLink knows about a run: status, network-traffic, ...
+
+        ValueError if it does not know it, RuntimeError if it does not answer.
+        """
+        rows: list[dict[str, Any]] = self.flwr_json("list", self.connection)["runs"]
+        for row in rows:
+            if row["run-id"] == str(run_id):
+                return row
+        raise ValueError(f"the SuperLink does not know run {run_id}")
 
     def log(self, run_id: int) -> str:
         """The log of a run's ServerApp."""
@@ -149,7 +147,6 @@ class SuperLinkClient:
         """The status of a run once it has ended; TimeoutError if it does not.
 
         A SuperLink that does not answer, for example while it restarts, is asked again.
-        RuntimeError if it does not know the run.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -157,21 +154,11 @@ class SuperLinkClient:
                 status = str(self.run_info(run_id)["status"])
             except RuntimeError as error:
                 status = f"unknown ({' '.join(str(error).split())[:300]})"
-                if not self.may_know(run_id):
-                    raise
             if status.startswith("finished"):
                 return status
             if time.monotonic() > deadline:
                 raise TimeoutError(f"run {run_id} is {status} after {timeout_s:g} s")
             time.sleep(poll_s)
-
-    def may_know(self, run_id: int) -> bool:
-        """Whether the SuperLink lists the run, or does not answer."""
-        try:
-            rows = self.flwr_json("list", self.connection)["runs"]
-        except RuntimeError:
-            return True
-        return str(run_id) in {row["run-id"] for row in rows}
 
     def stop(self, run_id: int) -> None:
         """Stop a run."""
@@ -197,30 +184,13 @@ def environment(flwr_home: Path | None) -> dict[str, str]:
     }
 
 
-def check_command_line(path: str) -> None:
-    """ValueError, with what to do, if `flwr` is not in `path`, a PATH."""
-    if shutil.which("flwr", path=path) is None:  # pip put it elsewhere, for example
-        project = tomllib.loads(project_file().read_text())["project"]
-        flwr = next(name for name in project["dependencies"] if name.startswith("flwr"))
-        raise ValueError(
-            f"Flower's flwr not found in {Path(sys.executable).parent} or PATH: run Keel in the "
-            "environment that Flower is installed in (source .venv/bin/activate), or repair it: "
-            f"{sys.executable} -m pip install --force-reinstall --no-deps '{flwr}'"
-        )
-
-
 def check_connection(name: str) -> None:
     """ValueError if `name` is neither HOST:PORT nor a SuperLink in the user's config.toml."""
     path = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
-    if ":" in name:
+    if ":" in name or not path.exists():  # Flower's command line makes the file
         return
-    known = list(FLOWER_CONNECTIONS)
-    if path.exists():
-        try:
-            found = tomllib.loads(path.read_text()).get("superlink", {})
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged: {error}") from None
-        known = sorted(key for key, value in found.items() if isinstance(value, dict))
+    found = tomllib.loads(path.read_text()).get("superlink", {})
+    known = sorted(key for key, value in found.items() if isinstance(value, dict))
     if name not in known:
         raise ValueError(
             f"--federation {name}: expected HOST:PORT, or a connection in {path}: "

@@ -65,11 +65,13 @@ def test_what_is_known_beforehand_is_refused_without_a_plan(
     assert list((home / "runs").iterdir()) == [home / "runs" / "old"]
 
 
-def test_a_connection_is_checked_before_flower_has_made_its_file(tmp_path, monkeypatch):
+def test_a_connection_that_is_not_in_the_file_of_flower_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
-    with pytest.raises(ValueError, match=r"^--federation nope: .*/config\.toml: local, supergrid$"):
+    check_connection("local")  # Flower is about to make the file
+    (tmp_path / "config.toml").write_text('[superlink]\ndefault = "b"\n[superlink.b]\naddress = ""')
+    check_connection("b")
+    with pytest.raises(ValueError, match="nope"):
         check_connection("nope")
-    check_connection("local")
 
 
 def test_the_plan_of_a_deployment_says_nothing_of_this_machine_s_data(home, printed, monkeypatch):

@@ -23,10 +23,10 @@ def tls_server():
     """Starts a TLS server with the certificate in a folder; its port."""
     with contextlib.ExitStack() as stack:
 
-        def start(folder):
+        def start(folder, host="127.0.0.1"):
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(folder / "server.pem", folder / "server.key")
-            listener = socket.create_server(("127.0.0.1", 0))
+            listener = socket.create_server((host, 0))
 
             def serve():
                 with contextlib.suppress(OSError):  # it is closed

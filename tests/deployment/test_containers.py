@@ -277,7 +277,6 @@ def test_digits_are_trained_to_the_end_and_a_killed_client_comes_back(deployed):
             **{f"fedreco.{name}": "3 epochs" for name in ("k-u", "k-v")},
             "batch-size": 32,
             "model": "cnn-fedreco",
-            "alpha": 5.0,
             "local-test-fraction": 0.2,
             "num-clients": 3,
             "num-rounds": 12,

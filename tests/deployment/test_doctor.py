@@ -2,7 +2,6 @@
 
 import datetime
 import os
-import socket
 import subprocess
 
 import pytest
@@ -31,7 +30,7 @@ def test_files_that_are_missing_open_to_others_or_unreadable(made, tmp_path, mon
         assert f"chmod 600 {key}" in problem(checks.check_files(tmp_path, ["client.key"]))
     key.chmod(0o600)
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may read everything
-    assert f"user id {key.stat().st_uid}" in problem(checks.check_files(tmp_path, ["client.key"]))
+    assert str(key) in problem(checks.check_files(tmp_path, ["client.key"]))
 
 
 def test_a_certificate_that_is_missing_damaged_or_has_ended(made, tmp_path):
@@ -70,49 +69,36 @@ def test_a_program_that_hangs_is_a_problem_of_one_line(tmp_path, monkeypatch):
 # --- the port ------------------------------------------------------------------------------------
 
 
-def test_a_port_in_order_of_another_ca_and_without_a_ca(made, tmp_path, tls_server):
+def test_a_port_in_order_and_one_of_another_ca(made, tmp_path, tls_server):
     make_credentials(tmp_path, ["other.org"], [])
     address = f"127.0.0.1:{tls_server(made / 'server')}"
     assert not result(checks.check_port(address, made / "ca/ca.pem"))[0]
     other = tmp_path / "ca/ca.pem"
     assert str(other) in problem(checks.check_port(address, other))
-    assert list(checks.check_port(address, tmp_path / "none.pem")) == []  # of check_certificate
-    (tmp_path / "text.pem").write_text("no certificate")
-    assert address in problem(checks.check_port(address, tmp_path / "text.pem"))
 
 
-@pytest.mark.parametrize("name", ["wrong.example.org", "127.0.0.2"])
-def test_a_certificate_for_other_names(made, monkeypatch, tls_server, name):
-    port, real = tls_server(made / "server"), socket.create_connection
-    monkeypatch.setattr(  # a name that leads there, and that the certificate does not have
-        socket, "create_connection", lambda address, **k: real(("127.0.0.1", address[1]), **k)
-    )
-    text = problem(checks.check_port(f"{name}:{port}", made / "ca/ca.pem"))
-    assert checks.OTHER_NAMES in text
-
-
-def test_a_certificate_that_has_expired(tmp_path, tls_server):
-    make_credentials(tmp_path, ["127.0.0.1"], [], days=20)
+def test_a_certificate_for_other_names_and_one_that_has_expired(tmp_path, tls_server):
+    make_credentials(tmp_path, ["a.org"], [], days=20)
+    ca = tmp_path / "ca/ca.pem"
+    port = tls_server(tmp_path / "server", "127.0.0.2")
+    text = problem(checks.check_port(f"127.0.0.2:{port}", ca))
+    assert "127.0.0.2" in text
+    assert "--renew" in text
     (tmp_path / "server/server.pem").unlink()
-    make_credentials(tmp_path, ["127.0.0.1"], [], days=0)  # of the same authority
-    address = f"127.0.0.1:{tls_server(tmp_path / 'server')}"
-    text = problem(checks.check_port(address, tmp_path / "ca/ca.pem"))
-    assert checks.HANDSHAKE_REMEDIES[10] in text
+    make_credentials(tmp_path, ["a.org"], [], days=0)  # of the same authority
+    text = problem(checks.check_port(f"127.0.0.1:{tls_server(tmp_path / 'server')}", ca))
+    assert "expired" in text
+    assert "--renew" in text
 
 
-def test_nobody_listens_and_no_such_name(made):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        closed = f"127.0.0.1:{free.getsockname()[1]}"
-        assert closed in problem(checks.check_port(closed, made / "ca/ca.pem"))
-    nowhere = "nowhere.invalid:9092"
-    assert nowhere in problem(checks.check_port(nowhere, made / "ca/ca.pem"))
-
-
-def test_a_proxy_that_may_stand_in_the_way_is_named(made, monkeypatch):
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere.invalid:9092"])
+def test_nobody_listens_or_no_such_name_and_a_proxy_that_may_stand_in_the_way(
+    made, monkeypatch, address
+):
     monkeypatch.setenv("https_proxy", "http://user:password@proxy.example.org:3128")
     monkeypatch.setenv("no_proxy", "localhost,inner.example.org")
-    text = problem(checks.check_port("nowhere.invalid:9092", made / "ca/ca.pem"))
+    text = problem(checks.check_port(address, made / "ca/ca.pem"))
+    assert address in text
     assert "http://proxy.example.org:3128" in text
     assert "password" not in text
     assert reach.proxy_for("inner.example.org:9092") == ""
@@ -139,9 +125,7 @@ def check_key(folder, made):
 
 def test_a_key_that_is_known_or_unknown_and_a_clock_that_is_refused(made, answered):
     answered(Registration.KNOWN)
-    is_problem, text = check_key(made / "site-a", made)
-    assert not is_problem
-    assert "site-a" in text
+    assert not check_key(made / "site-a", made)[0]
     answered(Registration.UNKNOWN)
     is_problem, text = check_key(made / "site-a", made)
     assert is_problem
@@ -180,14 +164,14 @@ def test_a_tls_port_without_grpc_is_not_the_port_for_clients(made, tls_server):
 
 
 def test_every_registered_client_that_is_not_connected_is_named(made, monkeypatch):
-    nodes = [(1, "", "online"), (2, "", "unregistered"), (3, "site-a", "offline"),
-             (4, "site-b", "online"), (5, "site-c", "registered")]  # fmt: skip
+    nodes = [(2, "", "unregistered"), (3, "site-a", "offline"), (4, "site-b", "online"),
+             (5, "site-c", "registered")]  # fmt: skip
     found = [RegisteredNode(node, name, "", status) for node, name, status in nodes]
     monkeypatch.setattr(checks, "check_port", lambda *_: [])
     monkeypatch.setattr(flower_adapter.registration, "registered_nodes", lambda *_: found)
     findings = list(checks.check_registered(made / "ca/ca.pem", "localhost:8000"))
     named = [f.text.split()[1] for f in findings if f.is_problem]
-    assert named == ["1", "3", "5"]
+    assert named == ["3", "5"]
 
 
 # --- containers and the command line -------------------------------------------------------------
@@ -241,10 +225,9 @@ def test_checks_run_inside_the_containers(at_a_client):
             "[ $1 = ps ] && printf 'k\\tkeel-a\\tworker\\tUp\\n' || { echo ok disk; exit 137; }",
             "137",
         ),
-        ("echo 'permission denied: docker.sock' >&2; exit 1", "permission denied"),
     ],
 )
-def test_a_container_that_fails_and_a_missing_permission_are_problems(at_a_client, script, named):
+def test_a_container_that_fails_is_a_problem(at_a_client, script, named):
     assert any(x.startswith("PROBLEM") and named in x for x in at_a_client(script))
 
 

@@ -17,7 +17,7 @@ from deployment_fixtures import (
 )
 from run_fixtures import final_model, history_of, same_bits, summary_of
 
-from keel.deployment.loopback import partitions, running
+from keel.deployment.loopback import Loopback, partitions, running
 from server_app.inline import run_inline
 
 pytestmark = [pytest.mark.deployment, pytest.mark.timeout(900)]
@@ -51,8 +51,21 @@ def network():
 
 def test_a_cable_pulled_for_20_seconds_costs_time_and_nothing_else(network, tmp_path):
     spaces, switch, cables = network
-    inside = {machine: ["ip", "netns", "exec", space] for machine, space in spaces.items()}
-    with running(tmp_path / "d", partitions(2), "10.213.77.1", inside) as local:
+
+    class InNamespaces(Loopback):
+        """Every machine in a namespace of its own."""
+
+        host = "10.213.77.1"
+
+        def __init__(self, *where):
+            super().__init__(*where)
+            flwr = self.superlink.command
+            self.superlink.command = lambda *words: self.command("server", flwr(*words))
+
+        def command(self, owner, words):
+            return ["ip", "netns", "exec", spaces[owner], *words]
+
+    with running(tmp_path / "d", partitions(2), InNamespaces) as local:
         run_id, run = new_run(local, KEYS)
         wait_for_round(run, 2)
         ip("-n", switch, "link", "set", cables["client-0001"], "down")

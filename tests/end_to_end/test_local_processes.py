@@ -1,5 +1,6 @@
 """The restarts of a loopback deployment: what dies comes back, and nothing is left at the end."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from tools.processes import descendants
 
 import keel.deployment.loopback
 from keel.cli.main import main
-from keel.deployment.loopback import LocalProcess, deploy_and_run, locked, restarting
+from keel.deployment.loopback import LocalProcess, deploy_and_run, restarting
 from keel.saved_runs import LOCK_FILE
 from protocol.config import app_folder
 
@@ -87,11 +88,10 @@ def test_a_killed_deployment_leaves_no_process_that_it_started(tmp_path):
 
 
 def test_a_folder_takes_one_deployment_at_a_time(tmp_path):
-    with (
-        locked(tmp_path / LOCK_FILE, ""),
-        pytest.raises(ValueError, match=rf"--output {tmp_path}"),
-    ):
-        deploy_and_run(app_folder, {}, 2, tmp_path, 9)
+    with (tmp_path / LOCK_FILE).open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match=rf"--output {tmp_path}"):
+            deploy_and_run(app_folder, {}, 2, tmp_path, 9)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
