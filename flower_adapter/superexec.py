@@ -167,12 +167,4 @@ def main() -> None:
     replace(run_superexec, "get_executor", lambda *_, **__: ForkingExecutor(), get_executor)
     invoker = make_simple_http_retry_invoker
     replace(run_superexec, "make_simple_http_retry_invoker", executor_invoker, invoker)
-    try:
-        flower_superexec()
-    except Exception as error:
-        if "certificate" not in str(error).lower():
-            raise
-        sys.exit(
-            f"error: --root-certificates: {error}: expected the ca.pem of the authority that "
-            "signed the server's certificate"
-        )
+    flower_superexec()

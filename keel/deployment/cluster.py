@@ -10,7 +10,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 
 from keel.deployment.superlink import captured
@@ -39,19 +38,14 @@ def cluster_nodes(address: str, named: str = "ray") -> list[Node]:
     environment = {**os.environ, "RAY_LOG_TO_DRIVER": "0"}
     environment.pop("RAY_ADDRESS", None)
     try:
-        done = captured(command, environment, LIST_TIMEOUT_S)
+        lines = captured(command, environment, LIST_TIMEOUT_S).stdout.splitlines()
     except subprocess.TimeoutExpired:
-        raise CommandOptionError(
-            named,
-            f"{address}: no answer in {LIST_TIMEOUT_S:g} s; expected the HOST:PORT that "
-            "`ray start --head` prints",
-        ) from None
-    lines = done.stdout.splitlines()
-    found = [line.removeprefix(FOUND) for line in lines if line.startswith(FOUND)]
-    if done.returncode or not found:
-        reason = lines[-1] if lines else (done.stderr.splitlines() or ["no output"])[-1]
-        raise CommandOptionError(named, f"{address}: {reason}")
-    return [Node(**node) for node in json.loads(found[0])]
+        lines = [f"no answer in {LIST_TIMEOUT_S:g} s"]
+    for line in lines:
+        if line.startswith(FOUND):
+            return [Node(**node) for node in json.loads(line.removeprefix(FOUND))]
+    reason = lines[-1] if lines else "Ray cannot be used"
+    raise CommandOptionError(named, f"{address}: {reason}: {START}")
 
 
 def check_address(address: str, named: str = "ray") -> None:
@@ -59,9 +53,7 @@ def check_address(address: str, named: str = "ray") -> None:
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdecimal():
         raise CommandOptionError(
-            named,
-            f"{address}: expected HOST:PORT, as `ray start --head` prints it, or "
-            f"{THIS_MACHINE} for the cluster that this machine is a node of",
+            named, f"{address}: expected HOST:PORT, or {THIS_MACHINE} for this machine's cluster"
         )
     try:
         socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
@@ -71,22 +63,18 @@ def check_address(address: str, named: str = "ray") -> None:
         ) from None
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print the nodes as JSON, or why there are none in one line; exit code 1 then."""
+def main(address: str) -> None:
+    """Print the nodes as JSON; end with the reason in one line if there are none."""
     import ray
 
     try:
-        ray.init(address=arguments[0], logging_level=logging.ERROR, log_to_driver=False)
-    except ConnectionError:  # its text names options that Keel does not have
-        print(f"no Ray cluster there: {START}")
-        return 1
+        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
     except Exception as error:
         print(" ".join(str(error).split())[:500])
-        return 1
+        sys.exit(1)
     print(FOUND + json.dumps([asdict(node) for node in living_nodes()]))
     ray.shutdown()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1])

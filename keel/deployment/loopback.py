@@ -87,7 +87,7 @@ class LocalProcess:
 
 @contextlib.contextmanager
 def restarting(processes: dict[str, LocalProcess]) -> Iterator[None]:
-    """Restart processes that end, until the block is left; then stop them all, the last first.
+    """Restart processes that end, until the block is left; then stop them all, the first one last.
 
     Processes may be added meanwhile.
     """
@@ -105,7 +105,10 @@ def restarting(processes: dict[str, LocalProcess]) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-        for process in reversed(processes.values()):
+        ordered = list(reversed(processes.values()))
+        for process in ordered[:-1]:  # the first: the SuperLink, on which the others depend
+            process.process.terminate()
+        for process in ordered:
             process.stop()
 
 
