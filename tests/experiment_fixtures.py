@@ -26,8 +26,8 @@ claims: [FedProx above FedAvg in result]
 
 
 def options(**changed: Any) -> Options:
-    """One seed at the paper's scale and all tuned values, unless `changed` says otherwise."""
-    return Options(**{"scale": "paper", "changes": {}, "seeds": [0], "full_grid": True, **changed})
+    """One seed and the recipe's setting, unless `changed` says otherwise."""
+    return Options(**{"changes": {}, "seeds": [0], **changed})
 
 
 THREE = options(seeds=[0, 1, 2])
@@ -97,6 +97,6 @@ def result_with(
 ) -> Result:
     """A cell of the first column with these numbers, without files."""
     cell = recipe.cell(row, recipe.columns[0].name)
-    candidate = cell.paper_candidate or cell.candidates[0]
+    candidate = cell.candidates[0]
     runs = [run_of(cell, candidate, seed, how, Path("/nowhere")) for seed in how.seeds]
     return Result(cell, candidate, runs, by_seed, **more)

@@ -14,9 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from keel.experiments.jobs import folder_of, job_name, load_job, read_job
+from keel.experiments.jobs import Job, folder_of, job_name, load_job
 from keel.experiments.measure import CLOCKS, DIVERGENCE, is_divergence
-from keel.experiments.recipe import parse_recipe
 from keel.experiments.results import runs_needed
 from keel.experiments.runs import history_in, identity, name_of
 from protocol.config import resolve_config
@@ -46,11 +45,10 @@ def archive(output: Path, histories: Path = HISTORIES) -> list[Path]:
                 for file, text in copies(run.directory):
                     files[f"runs/{folder.name}/{name}/{file}"] = text
         if files:
-            job = read_job(path)
+            job = Job.model_validate_json(path.read_bytes())
             changes = without_folders(options.changes)
             about = job.model_copy(update={"recipe": recipe.path.name, "changes": changes})
-            whole = parse_recipe(job.text, recipe.path)  # cells added later keep the name
-            name = job_name(whole, replace(options, changes=changes))
+            name = job_name(recipe, replace(options, changes=changes))
             files[f"jobs/{name}.json"] = about.model_dump_json(indent=1)
             zips[histories / f"{name}.zip"] = files
     for path, files in zips.items():

@@ -8,21 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from keel.experiments.claims import (
-    NOT_REPRODUCED,
-    NOT_TESTED,
-    REPRODUCED,
-    Verdict,
-    half_width_of,
-    judge_all,
-)
+from keel.experiments.claims import Verdict, half_width_of, judge_all
 from keel.experiments.jobs import folder_of, load_job
 from keel.experiments.recipe import Claim, Recipe, load_recipe, shipped_recipes
 from keel.experiments.results import Results, results_of
-from keel.experiments.runs import (
-    Options,
-    history_in,
-)
+from keel.experiments.runs import Options, history_in
 from keel.experiments.settings import (
     code_sentences,
     directories_of,
@@ -68,8 +58,6 @@ class Evidence:
         axes = ((whole.rows, rows), (whole.columns, columns))
         only = [name for every, some in axes if len(some) < len(every) for name in some]
         words = [*command(self.recipe, only), *self.change_words()]
-        if self.options.full_grid:
-            words += ["--grid", "full"]
         if list(self.options.seeds) != list(whole.seeds):
             words += ["--seeds", str(len(self.options.seeds))]
         return shlex.join(words)
@@ -82,7 +70,7 @@ class Evidence:
     @property
     def headlines(self) -> list[Verdict]:
         """The headline claims that were judged."""
-        return [verdict for verdict in self.claims if verdict.claim.is_headline and verdict.seeds]
+        return [v for v in self.claims if v.claim.is_headline and v.num_seeds]
 
     @property
     def about_seeds(self) -> Iterator[str]:
@@ -154,25 +142,7 @@ class Headline:
     @property
     def is_tested(self) -> bool:
         """Whether runs test it."""
-        return self.verdict.word != NOT_TESTED
-
-    @property
-    def decision(self) -> Verdict:
-        """The verdict on the planned seeds."""
-        return self.verdict.on_planned or self.verdict
-
-    @property
-    def reading(self) -> str:
-        """The decision in two or three words."""
-        return self.decision.reading
-
-    @property
-    def seeds(self) -> str:
-        """`2 of 3`: judged and planned."""
-        judged, planned = self.decision.seeds, self.verdict.num_planned
-        if not judged:
-            return "–"
-        return f"{judged} of {planned}" if judged < planned else str(judged)
+        return self.verdict.decision is not None
 
     @property
     def deviations(self) -> list[str]:
@@ -188,12 +158,7 @@ class Headline:
             yield self.verdict.failures
         if self.is_tested and self.verdict.paper_effect is None:
             yield "the paper has no number for this difference"
-        if self.verdict.on_planned:
-            every = self.verdict
-            yield (
-                f"with {every.seeds} seeds instead of the planned {every.num_planned}: "
-                f"{every.shown_effect}, {every.reading}"
-            )
+        yield from self.verdict.with_all_seeds
         if self.is_contradicted:
             yield "other runs decide the opposite"
 
@@ -221,7 +186,7 @@ def headlines(evidence: Sequence[Evidence]) -> Iterator[Headline]:
     """Each headline of the shipped recipes, with the evidence that there is."""
     for recipe in map(load_recipe, shipped_recipes()):
         own = [each for each in evidence if each.recipe.name == recipe.name]
-        empty = judge_all(recipe, {}, Options("paper", {}, recipe.seeds, full_grid=False))
+        empty = judge_all(recipe, {}, Options({}, recipe.seeds))
         for number, verdict in enumerate(empty):
             claim = verdict.claim
             if not claim.is_headline:
@@ -249,13 +214,13 @@ def with_evidence(
 
     def weight(pair: tuple[Verdict, Evidence]) -> tuple[bool, bool, int]:
         verdict = pair[0]
-        return verdict.word != NOT_TESTED, not verdict.deviations, verdict.seeds
+        return verdict.decision is not None, not verdict.deviations, verdict.num_seeds
 
     best, evidence = max(judged, key=weight)
-    decide = what_decides(best, {*evidence.options.seeds, *found.recipe.seeds})
+    decide = what_decides(best.on_all or best, {*evidence.options.seeds, *found.recipe.seeds})
     if needed := re.fullmatch(r"(\d+) seeds", decide):  # beside those that are there
         words = [*words, *evidence.change_words(without="source"), "--seeds", needed[1]]
-    decided = {verdict.word for verdict, _ in judged} & {REPRODUCED, NOT_REPRODUCED}
+    decided = {verdict.decision for verdict, _ in judged} & {1, -1}
     return replace(
         found,
         verdict=best,
@@ -273,10 +238,10 @@ def what_decides(verdict: Verdict, asked: set[int]) -> str:
     which the smaller of our effect and the paper's would lie outside the interval.
     """
     differences, tuned_on = verdict.pairs.differences, set(verdict.pairs.tuned_on)
-    if verdict.word == NOT_TESTED:
+    if verdict.decision is None:
         return "runs of both sides at the paper's setting"
-    if verdict.word in (REPRODUCED, NOT_REPRODUCED):
-        return f"{len(asked)} seeds" if verdict.seeds < len(asked - tuned_on) else ""
+    if verdict.decision:
+        return f"{len(asked)} seeds" if verdict.num_seeds < len(asked - tuned_on) else ""
     if verdict.failures:
         return f"runs that finish: {verdict.failures}"
     if len(differences) < 2:

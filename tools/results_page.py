@@ -85,8 +85,8 @@ def against_training_alone(evidence: Sequence[Evidence]) -> Iterator[tuple[str, 
             if sides[0] is None or sides[1] is None:
                 continue
             claim = Claim("", method, ALONE, is_above=True, place=column.name)
-            verdict = judge(claim, sides[0], sides[1], planned, each.options.seeds)
-            if verdict.seeds:
+            verdict = judge(claim, sides[0], sides[1], planned)
+            if verdict.num_seeds:
                 yield method, column.name, verdict
 
 

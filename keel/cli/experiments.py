@@ -12,10 +12,9 @@ import typer
 from rich.console import Console
 
 from keel.cli.overrides import parse_overrides
-from keel.experiments.scale import SCALES
 from keel.interrupts import uninterrupted
 from keel.saved_runs import find_run
-from protocol.config import keel_home, refuse_unknown
+from protocol.config import keel_home
 from protocol.files import full_path
 from protocol.options import OptionValue
 from protocol.ray_nodes import check_gpus
@@ -31,7 +30,6 @@ Output = Annotated[
     Path | None,
     typer.Option(help="Directory of all runs and reports. Default: $KEEL_HOME/experiments."),
 ]
-Scale = Annotated[str, typer.Option(help=f"How much the runs are reduced: {', '.join(SCALES)}.")]
 Only = Annotated[
     list[str] | None,
     typer.Option(help="Rows and columns, as 'NAME;NAME'. Repeatable.", metavar="NAMES"),
@@ -48,12 +46,6 @@ Seeds = Annotated[
 Changes = Annotated[
     list[str] | None,
     typer.Option("--set", help="A config key of all runs. Repeatable.", metavar="KEY=VALUE"),
-]
-Grid = Annotated[
-    str,
-    typer.Option(
-        help="Values under `tune`: paper (only those that the paper reports as best), or full."
-    ),
 ]
 Workers = Annotated[
     int, typer.Option(min=0, help="Concurrent runs. 0: one per GPU, or one per core.")
@@ -97,11 +89,9 @@ def parse_changes(assignments: Sequence[str]) -> dict[str, OptionValue]:
 @app.command("run")
 def run_command(
     recipe: Annotated[str, typer.Argument()],
-    scale: Scale = "paper",
     only: Only = None,
     seeds: Seeds = 0,
     set_: Changes = None,
-    grid: Grid = "paper",
     workers: Workers = 0,
     cpus_per_run: Cpus = 1,
     gpus_per_run: Gpus = None,
@@ -122,15 +112,11 @@ def run_command(
     if gpus_per_run is not None and not math.isfinite(gpus_per_run):
         raise ValueError(f"--gpus-per-run {gpus_per_run:g}: expected a finite number >= 0")
     check_gpus("gpus_per_run", gpus_per_run or 0)
-    refuse_unknown("--scale", scale, list(SCALES))
-    refuse_unknown("--grid", grid, ["full", "paper"])
     loaded = load_recipe(recipe)
     cells = selected(loaded, [name.strip() for names in only or () for name in names.split(";")])
     options = Options(
-        scale=scale,
         changes=parse_changes(set_ or ()),
-        seeds=first_seeds(loaded, seeds) or seeds_for(loaded, cells, grid == "full"),
-        full_grid=grid == "full",
+        seeds=first_seeds(loaded, seeds) or seeds_for(loaded, cells),
     )
     with uninterrupted():  # imports torch, which the checks above do not need
         from keel.experiments.runner import run_recipe
@@ -190,19 +176,18 @@ def verify_command(
 
 
 @app.command("list")
-def list_command(scale: Scale = "paper", output: Output = None) -> None:
+def list_command(output: Output = None) -> None:
     """List the recipes, and how many of their runs are finished on this machine."""
     from keel.experiments.recipe import load_recipe, shipped_recipes
     from keel.experiments.results import runs_needed
     from keel.experiments.runs import Options, code_folder
     from keel.tables import show
 
-    refuse_unknown("--scale", scale, list(SCALES))
     folder = output_folder(output) / "runs" / code_folder()
     rows = []
     for name in shipped_recipes():
         recipe = load_recipe(name)
-        options = Options(scale, {}, recipe.seeds, full_grid=False)
+        options = Options({}, recipe.seeds)
         runs = [run.is_done for _, run in runs_needed(recipe.cells, options, folder)]
         is_run = recipe.shows != "labels"
         rows.append(
@@ -214,4 +199,4 @@ def list_command(scale: Scale = "paper", output: Output = None) -> None:
                 "finished": f"{sum(runs)} of {len(runs)}" if is_run else "none needed",
             }
         )
-    show(rows, False, f"Recipes at scale {scale}")
+    show(rows, False, "Recipes")

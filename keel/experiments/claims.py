@@ -1,7 +1,7 @@
-"""Claims of a paper, judged by our runs: reproduced, not reproduced, inconclusive or not tested.
+"""Claims of a paper, judged by our runs.
 
 `judge` is the whole procedure: may the sides be compared, their differences paired over seeds, the
-verdict on these, and what to know beside it.
+decision on these, and what to know beside it. `Verdict.reading` has the words for all pages.
 """
 
 import math
@@ -26,11 +26,8 @@ from protocol.config import resolve_config
 
 CONFIDENCE = 0.95
 PER_ROUND = "seconds a round"  # what a cell takes of its runs
-REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
-INCONCLUSIVE, NOT_TESTED = "inconclusive", "not tested"
-VERDICTS = (REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE, NOT_TESTED)
-UNDECIDED = {INCONCLUSIVE: "undecided", NOT_TESTED: NOT_TESTED}  # readings
 MIN_SEEDS = 3  # with fewer, a decision is provisional
+CLASSES = {1: "holds", -1: "opposite", 0: "undecided", None: "not-tested"}  # of pages, for colours
 # of a 95 % interval
 CHANCE = (
     "where there is no true difference, about one judged claim in 20 is still decided by chance, "
@@ -56,23 +53,23 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What our runs say of a claim.
+    """What our runs say of a claim: of the planned seeds, if there are more.
 
+    decision: 1 as claimed, -1 the contrary, 0 undecided, None not tested.
     effect, interval, paper_effect: left minus right, in percentage points or seconds; the interval
     is the 95 % t interval of the mean. None where there is no number; the interval also where a
     pair has no difference.
     basis: the differences and seeds, or why there is no verdict, in words. failures: sides of which
     a run diverged, failed or left out updates. deviations: keys that differ from the paper's.
     read_otherwise: what is read at another round than the paper's, or differently from two sides.
-    num_planned, num_asked: the recipe's seeds, and these with others asked for, without those that
-    tuned.
-    on_planned: the verdict on the planned seeds alone, if others were judged too.
+    num_planned: seeds, without those that tuned. on_all: the verdict on all seeds, if there are
+    more.
     can_compare: whether the paper's difference is of the same kind. Its times are of other
     machines, and a claim within a margin is not about the size.
     """
 
     claim: Claim
-    word: str = NOT_TESTED
+    decision: int | None = None
     basis: str = "not run"
     pairs: Pairs = Pairs((), (), ())
     effect: float | None = None
@@ -82,14 +79,21 @@ class Verdict:
     deviations: Sequence[str] = ()
     read_otherwise: Sequence[str] = ()
     num_planned: int = 0
-    num_asked: int = 0
-    on_planned: "Verdict | None" = None
+    on_all: "Verdict | None" = None
     can_compare: bool = False
 
     @property
-    def seeds(self) -> int:
+    def num_seeds(self) -> int:
         """Pairs of runs that were judged, failed ones included."""
         return len(self.pairs.leads)
+
+    @property
+    def seeds(self) -> str:
+        """`2 of 3`: judged and planned; a dash without any."""
+        if not self.num_seeds:
+            return "–"
+        is_short = self.num_seeds < self.num_planned
+        return f"{self.num_seeds} of {self.num_planned}" if is_short else str(self.num_seeds)
 
     @property
     def shown_effect(self) -> str:
@@ -103,23 +107,24 @@ class Verdict:
 
     @property
     def remarks(self) -> list[str]:
-        """What to know beside the verdict.
+        """What to know beside the verdict, apart from deviations.
 
-        The reader could otherwise not tell that the runs are read at another round than the
-        paper's, or the two sides differently; that seeds are still missing, or were added after a
-        look, either of which makes a decision too likely; that the paper's own difference is
-        another.
+        The runs are read at another round than the paper's, or the two sides differently; seeds
+        were added after a look; the paper's own difference is another.
         """
-        words = [*self.read_otherwise]
-        if 0 < self.seeds < self.num_asked:
-            words.append(f"after {self.seeds} of {self.num_asked} seeds")
-        if self.on_planned:
-            then = self.on_planned.word
-            word = "more than" if then == self.word else f"{then} with"
-            words.append(f"{word} the planned {self.num_planned} seeds")
+        words = [*self.read_otherwise, *self.with_all_seeds]
         if self.is_paper_outside:
             words.append(f"the paper's {self.paper_effect:+.2f} is outside the interval")
         return words
+
+    @property
+    def with_all_seeds(self) -> list[str]:
+        """`with 5 seeds instead of the planned 3: +1.52 [+0.28, +2.77], holds`; or nothing."""
+        every = self.on_all
+        if every is None:
+            return []
+        planned = f"with {every.num_seeds} seeds instead of the planned {self.num_planned}"
+        return [f"{planned}: {every.shown_effect}, {every.reading}"]
 
     @property
     def is_paper_outside(self) -> bool:
@@ -133,79 +138,77 @@ class Verdict:
     def reading(self) -> str:
         """The verdict in two or three words: `holds, smaller`, `opposite sign, provisional`.
 
-        A claim without a number in the paper is not reproduced: the side is "ahead" or "behind".
+        Where the paper has no number, there is nothing to hold: a side is "ahead" or "behind".
         """
-        if self.word in UNDECIDED:
-            return UNDECIDED[self.word]
-        is_held = self.word == REPRODUCED
-        if self.paper_effect is None:
-            words = ["ahead" if is_held else "behind"]
-        elif self.claim.margin:
+        if not self.decision:
+            return "not tested" if self.decision is None else "undecided"
+        is_held = self.decision > 0
+        if self.claim.margin:
             words = ["holds" if is_held else "does not hold"]
+        elif self.paper_effect is None:
+            words = ["ahead" if is_held else "behind"]
         else:
             words = ["holds" if is_held else "opposite sign"]
             if is_held and self.is_paper_outside:
                 is_smaller = abs(self.effect or 0.0) < abs(self.paper_effect)
                 words.append("smaller" if is_smaller else "larger")
-        if self.seeds < max(MIN_SEEDS, self.num_planned):
+        if self.num_seeds < max(MIN_SEEDS, self.num_planned):
             words.append("provisional")
         return ", ".join(words)
 
+    @property
+    def kind(self) -> str:
+        """One of CLASSES."""
+        return CLASSES[self.decision]
+
 
 def judge_all(recipe: Recipe, results: Results, options: Options) -> list[Verdict]:
-    """The verdict on each claim of the recipe."""
+    """The verdict on each claim of the recipe.
+
+    The recipe's seeds are planned; those that were asked for in a sweep, which has no paper.
+    """
     verdicts = []
     for claim in recipe.claims:
         cells = [recipe.cell(*side) for side in recipe.sides_of(claim)]
-        planned = set(seeds_for(recipe, cells, options.full_grid))
-        asked = {*options.seeds, *recipe.seeds}
+        planned = seeds_for(recipe, cells) if recipe.paper else options.seeds
         sides = [results[cell.name] for cell in cells if cell.name in results]
         if len(sides) == 2:
-            verdicts.append(judge(claim, sides[0], sides[1], planned, asked))
+            verdicts.append(judge(claim, sides[0], sides[1], planned))
         else:
             verdicts.append(Verdict(claim, paper_effect=paper_effect_of(*cells)))
     return verdicts
 
 
-def judge(
-    claim: Claim, left: Result, right: Result, planned: Collection[int], asked: Collection[int]
-) -> Verdict:
-    """The verdict on a claim. planned: the recipe's seeds; asked: these, and others asked for."""
+def judge(claim: Claim, left: Result, right: Result, planned: Collection[int]) -> Verdict:
+    """The verdict on a claim. planned: the seeds that decide, once the runs with all have ended."""
     sides = {claim.left: left, claim.right: right}
-    paper_effect = paper_effect_of(left.cell, right.cell)
     pairs = paired(claim, left, right)
-    if not pairs.leads and not pairs.tuned_on:
-        return Verdict(claim, paper_effect=paper_effect)
     failed = [f"{name} {share_of(side)}" for name, side in sides.items() if side.failures]
     left_out = [f"{name}: {side.left_out}" for name, side in sides.items() if side.left_out]
-    basis = ", ".join([*failed, *basis_of(claim, left, right, pairs)])
-    found = Verdict(
-        claim,
-        basis=basis,
+    found = Verdict(claim, paper_effect=paper_effect_of(left.cell, right.cell))
+    if not pairs.leads and not pairs.tuned_on:
+        return found
+    found = replace(
+        found,
+        basis=", ".join([*failed, *basis_of(claim, left, right, pairs)]),
         pairs=pairs,
-        paper_effect=paper_effect,
         failures=", ".join([*failed, *left_out]),
         deviations=list(dict.fromkeys(d for side in sides.values() for d in deviations_of(side))),
+        read_otherwise=list(readings_of(left, right)),
+        num_planned=len({*planned} - {left.tuned_on, right.tuned_on}),
+        can_compare=not (claim.margin or read_elsewhere(left, right) or left.cell.take.is_time),
     )
     if reason := incomparable([*left.finished, *right.finished], left.cell.take.is_time):
         return replace(found, basis=f"no verdict on {reason}")
-    found = with_differences(found, pairs)
     if reason := reason_not_to_judge(claim, left, right):
-        return replace(found, basis=f"{reason}; {basis}")
-    tuned_on = {side.tuned_on for side in sides.values()}
-    found = replace(
-        found,
-        word=decided(claim, pairs),
-        read_otherwise=list(readings_of(left, right)),
-        num_planned=len({*planned} - tuned_on),
-        num_asked=len({*asked} - tuned_on),
-        can_compare=not (claim.margin or read_elsewhere(left, right) or left.cell.take.is_time),
-    )
+        return replace(with_differences(found, pairs), basis=f"{reason}; {found.basis}")
+    every = replace(with_differences(found, pairs), decision=decided(claim, pairs))
     early = paired(claim, left, right, planned)
     if 1 < found.num_planned == len(early.leads) < len(pairs.leads):
-        on_planned = replace(with_differences(found, early), word=decided(claim, early))
-        return replace(found, on_planned=on_planned)
-    return found
+        decision, basis = decided(claim, early), ", ".join(basis_of(claim, left, right, early))
+        found = with_differences(replace(found, basis=basis, decision=decision), early)
+        return replace(found, on_all=every)
+    return every
 
 
 def with_differences(found: Verdict, pairs: Pairs) -> Verdict:
@@ -248,53 +251,51 @@ def paired(claim: Claim, left: Result, right: Result, seeds: Collection[int] = (
     return Pairs(differences, leads, tuned_on)
 
 
-def decided(claim: Claim, pairs: Pairs) -> str:
-    """The verdict that the 95 % t interval of the mean decides, without regard to remarks.
+def decided(claim: Claim, pairs: Pairs) -> int:
+    """What the 95 % t interval of the mean decides: 1 as claimed, -1 the contrary, 0 neither.
 
     A claim that two sides are within a margin is open where any pair has no difference. For others,
-    an infinite lead counts as the largest finite one on its side, and rules out the other verdict;
-    where more than half are negative and infinite, the claim is not reproduced. Fewer than two
-    differences decide nothing.
+    an infinite lead counts as the largest finite one on its side, and rules out the other decision;
+    where more than half are negative and infinite, the contrary is true. Fewer than two differences
+    decide nothing.
     """
     leads, num_differences = pairs.leads, len(pairs.differences)
     if claim.margin:
         interval = interval_of(pairs.differences)
         if interval is None or num_differences < len(leads):
-            return INCONCLUSIVE
+            return 0
         low, high = interval
         if -claim.margin < low and high < claim.margin:
-            return REPRODUCED
-        return NOT_REPRODUCED if low > claim.margin or high < -claim.margin else INCONCLUSIVE
+            return 1
+        return -1 if low > claim.margin or high < -claim.margin else 0
     if len(leads) < 2:
-        return INCONCLUSIVE
+        return 0
     if min(leads) == math.inf:
-        return REPRODUCED
+        return 1
     if statistics.median_high(leads) == -math.inf:
-        return NOT_REPRODUCED
+        return -1
     finite = [lead for lead in leads if math.isfinite(lead)]
     if min(len(finite), num_differences) < 2:
-        return INCONCLUSIVE
+        return 0
     interval = interval_of([max(min(finite), min(lead, max(finite))) for lead in leads])
     assert interval is not None
     low, high = interval
     if low > 0 and -math.inf not in leads:
-        return REPRODUCED
+        return 1
     if high < 0 and math.inf not in leads:
-        return NOT_REPRODUCED
-    return INCONCLUSIVE
+        return -1
+    return 0
 
 
 def reason_not_to_judge(claim: Claim, left: Result, right: Result) -> str:
     """Why the runs do not test the claim; "" if they do."""
     for side in (left, right):
         run, cell = side.runs[0], side.cell
-        if 1 < side.num_candidates > side.num_tried:
+        if 1 < len(cell.candidates) > side.num_tried:
             return "not all values under `tune` were tried, or some failed"
         ours, paper = (resolve_config(keys).data.source for keys in (run.keys, cell.keys))
         if ours != paper and ":" not in ours:  # a folder may hold the paper's data
             return f"runs on {ours} instead of {paper}"
-        if run.is_scaled:
-            return "runs at a reduced scale"
         read_at = paper_round_read(cell, run)
         first = min(claim.from_round or read_at, read_at)
         if cell.take.how != PER_ROUND and (last := last_round_read(cell, run)) < first:
@@ -364,7 +365,8 @@ def half_width_of(deviation: float, number: int) -> float:
 
 
 def tally(verdicts: Sequence[Verdict]) -> str:
-    """How many claims have which verdict; if any was judged, how often chance alone decides one."""
-    counts = Counter(verdict.word for verdict in verdicts)
-    found = ", ".join(f"{counts[word]} {word}" for word in VERDICTS if counts[word])
-    return found if counts[NOT_TESTED] == len(verdicts) else f"{found}; {CHANCE}"
+    """How many claims have which reading, and how often chance alone decides a judged one."""
+    counts = Counter(verdict.reading for verdict in verdicts)
+    found = "; ".join(f"{reading}: {number}" for reading, number in counts.most_common())
+    is_judged = any(verdict.decision is not None for verdict in verdicts)
+    return f"{found}; {CHANCE}" if is_judged else found

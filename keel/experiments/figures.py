@@ -109,7 +109,7 @@ def curve_of(cell: Cell, runs: Sequence[Run]) -> list[tuple[int, float, float]]:
     for run in runs:
         points = history_in(run.directory).points(cell.of)
         if cell.take.how == "ema":
-            found.append(dict(moving_average(points, cell.take.number, run.shrink)))
+            found.append(dict(moving_average(points, cell.take.number)))
         else:
             found.append({number: 100 * value for number, value in points})
     curve = []

@@ -6,12 +6,11 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from keel.experiments.recipe import Cell, Recipe, parse_recipe
-from keel.experiments.results import candidates_of, runs_needed
+from keel.experiments.results import runs_needed
 from keel.experiments.runs import Options, code_folder, run_of
-from keel.experiments.scale import SCALES
 from protocol.files import digest, write_atomically
 from protocol.options import did_you_mean
 
@@ -25,9 +24,9 @@ def first_seeds(recipe: Recipe, num_seeds: int) -> list[int]:
     return list(itertools.islice(itertools.chain(recipe.seeds, more), num_seeds))
 
 
-def seeds_for(recipe: Recipe, cells: Collection[Cell], full_grid: bool) -> Sequence[int]:
+def seeds_for(recipe: Recipe, cells: Collection[Cell]) -> Sequence[int]:
     """The recipe's seeds; where values are tried, five beside the one that chooses among them."""
-    if all(len(candidates_of(cell, full_grid)) == 1 for cell in cells):
+    if all(len(cell.candidates) == 1 for cell in cells):
         return recipe.seeds
     return first_seeds(recipe, max(TUNED_SEEDS + 1, len(recipe.seeds)))
 
@@ -37,49 +36,35 @@ class Job(BaseModel):
 
     recipe: str
     text: str
-    scale: str
     changes: dict[str, bool | int | float | str]
-    full_grid: bool
     seeds: list[int] = Field(min_length=1)
     cells: list[tuple[str, str]]
 
     def load(self) -> tuple[Recipe, Options]:
         """The recipe, with the selected cells alone, and the options. ValueError if it has none."""
         recipe = parse_recipe(self.text, Path(self.recipe)).narrowed(self.cells)
-        if not recipe.cells or self.scale not in SCALES:
-            raise ValueError("none of its cells is in its recipe, or its scale is unknown")
-        return recipe, Options(self.scale, self.changes, self.seeds, self.full_grid)
+        if not recipe.cells:
+            raise ValueError("none of its cells is in its recipe")
+        return recipe, Options(self.changes, self.seeds)
 
 
 def job_name(recipe: Recipe, options: Options) -> str:
     """The file name of a job, without suffix; ASCII alone, so that it has few bytes."""
-    key = json.dumps([recipe.content, options.label, options.full_grid]).encode()
-    slug = re.sub("[^A-Za-z0-9]", "-", f"{recipe.name}--{options.label}")
-    return f"{slug[:MAX_SLUG]}-{digest(key)[:8]}"
-
-
-def read_job(path: Path) -> Job:
-    """The content of a job's file. ValueError, with what to do, if it is damaged."""
-    try:
-        return Job.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ValueError(
-            f"{path} is damaged: {place}: {first['msg']}; remove it and repeat its `keel "
-            "experiments run`, which keeps the finished runs"
-        ) from error
+    names = [recipe.name, *filter(None, [options.label])]
+    slug = re.sub("[^A-Za-z0-9]", "-", "--".join(names))
+    return f"{slug[:MAX_SLUG]}-{digest(json.dumps(names).encode())[:8]}"
 
 
 def load_job(path: Path) -> tuple[Recipe, Options]:
-    """`Job.load` of a file. ValueError if it names a method or key that no longer exists."""
+    """`Job.load` of a file. ValueError if it is damaged, or names a key that no longer exists."""
     try:
-        recipe, options = read_job(path).load()
+        recipe, options = Job.model_validate_json(path.read_bytes()).load()
         for cell in recipe.cells:
-            run_of(cell, candidates_of(cell, options.full_grid)[0], 0, options, path.parent)
+            run_of(cell, cell.candidates[0], 0, options, path.parent)
     except ValueError as error:
         raise ValueError(
-            f"{path}: {error}; to leave its table out, move this file out of jobs/"
+            f"{path}: {' '.join(str(error).split())}; to leave its table out, move this file away "
+            "(runs are kept)"
         ) from error
     return recipe, options
 
@@ -89,18 +74,16 @@ def save_job(
 ) -> tuple[Recipe, Options]:
     """Record what is run, for the report; returns all that was asked for in this job so far.
 
-    A call with the same recipe and options continues its job: its seeds come first, so that the one
-    that tunes stays, and selected cells are added.
+    A call with a recipe of this name and these options continues its job: its seeds come first, so
+    that the one that tunes stays, and selected cells are added.
     """
     path = output / "jobs" / f"{job_name(recipe, options)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    before = read_job(path) if path.exists() else None
+    before = Job.model_validate_json(path.read_bytes()) if path.exists() else None
     job = Job(
         recipe=str(recipe.path.absolute()),
         text=recipe.text,
-        scale=options.scale,
         changes=dict(options.changes),
-        full_grid=options.full_grid,
         seeds=list(dict.fromkeys([*(before.seeds if before else []), *options.seeds])),
         cells=list(dict.fromkeys([*(before.cells if before else []), *(c.name for c in cells)])),
     )

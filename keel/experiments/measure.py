@@ -127,16 +127,14 @@ class History:
 
 
 def measure(
-    history: History, curve: str, take: Take, at: int, shrink: float, clock: str = "client_seconds"
+    history: History, curve: str, take: Take, at: int, clock: str = "client_seconds"
 ) -> float | None:
     """The reported number in percent or seconds; None if the history does not contain it.
 
     That is so if no accuracy of round `at` was recorded: an earlier one is another number.
 
-    at: the last round that counts. shrink: rounds of the run / rounds of the paper that they stand
-    for. The window of a median or mean and the memory of a moving average are scaled by it.
-    Seconds are summed over clients (`clock` is the history's key), as if one device trained them in
-    turn; infinite if the run never reached the accuracy.
+    at: the last round that counts. Seconds are summed over clients (`clock` is the history's key),
+    as if one device trained them in turn; infinite if the run never reached the accuracy.
     """
     counted = [i for i, number in enumerate(history.rounds) if number <= at]
     if not counted:
@@ -152,7 +150,7 @@ def measure(
     if not points or points[-1][0] < at:
         return None
     values = [100 * value for _, value in points]
-    window = [100 * v for r, v in points if r > at - max(1.0, take.number * shrink)] or values[-1:]
+    window = [100 * v for r, v in points if r > at - take.number]
     match take.how:
         case "final":
             return values[-1]
@@ -163,22 +161,21 @@ def measure(
         case "mean":
             return statistics.fmean(window)
         case "ema":
-            return moving_average(points, take.number, shrink)[-1][1]
+            return moving_average(points, take.number)[-1][1]
     raise AssertionError(take)
 
 
-def moving_average(points: Sequence[tuple[int, float]], decay: float, shrink: float) -> Points:
+def moving_average(points: Sequence[tuple[int, float]], decay: float) -> Points:
     """(round, exponential moving average in percent), starting at the first point.
 
-    decay: per round of the paper. Between two evaluations it applies once for each of the paper's
-    rounds they span: the run's rounds between them / `shrink`.
+    decay: per round, also of those that are not evaluated.
     """
     averages: Points = []
     for number, value in points:
         average = 100 * value
         if averages:
             last_round, last_average = averages[-1]
-            weight = decay ** ((number - last_round) / shrink)
+            weight = decay ** (number - last_round)
             average = weight * last_average + (1 - weight) * average
         averages.append((number, average))
     return averages

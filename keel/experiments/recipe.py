@@ -20,13 +20,13 @@
     headlines            the claims, without their rounds, that the report and the page of the
                          papers' claims show first
 
-A row or column may also hold `of`, `take`, `at`; `tune` (config key to the list of values to try),
-`tuned` (the paper's best of them: one, or one a column) and, in rows, `paper`: the paper's numbers,
-one a column, null for none.
+A row or column may also hold `of`, `take`, `at`; `tune` (config key to the list of values to try,
+of which the first seed selects the best), `tuned` (the best in the paper: one, or one a column;
+the others are then not tried) and, in rows, `paper`: the paper's numbers, one a column, null for
+none.
 """
 
 import itertools
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,16 +35,15 @@ from pathlib import Path
 from keel.experiments.measure import Take
 from keel.experiments.recipe_file import Entry, LineError, Lines, RecipeFile, read_recipe_file
 from protocol.config import refuse_unknown
-from protocol.files import digest
-from protocol.options import OptionValue, did_you_mean
+from protocol.options import OptionValue
 
 RECIPES = Path(__file__).parent / "recipes"
 CLAIM = (
     r"(?P<left>NAME) (?P<sign>above|below|within (?P<margin>\d+(\.\d+)?) of) (?P<right>NAME)"
-    r" in (?P<place>NAME)"
+    r" in (?P<place>PLACE)"
     r"( from round (?P<from_round>[1-9]\d*))?"
 )
-EVERYWHERE = {"every column": "columns", "every row": "rows"}
+EVERYWHERE = ("every column", "every row")  # places of rows, of columns
 Keys = Mapping[str, OptionValue]
 
 
@@ -72,10 +71,7 @@ class Claim:
 class Cell:
     """One number of the table: the config of its runs and how the number is read.
 
-    candidates: the values to try of what is tuned; one, empty, if nothing is. paper_candidate: the
-    paper's best of them.
-    read_at: each round before the last at which a cell of the recipe is read. All runs evaluate
-    these rounds, so that cells can share runs.
+    candidates: the values to try of what is tuned; one, empty, if nothing is.
     is_timed: a cell of the recipe is read in seconds. only_last: all cells read the last accuracy,
     and no curve is shown.
     """
@@ -84,11 +80,9 @@ class Cell:
     column: Entry
     keys: Keys
     candidates: Sequence[Keys]
-    paper_candidate: Keys | None
     of: str
     take: Take
     at: int
-    read_at: Sequence[int]
     paper: float | None
     is_timed: bool
     only_last: bool
@@ -123,16 +117,6 @@ class Recipe:
         """The file's name without suffix."""
         return self.path.stem
 
-    @property
-    def content(self) -> str:
-        """A digest of what its runs are and how their numbers are read."""
-        hashed = []
-        for cell in self.cells:
-            keys = [cell.keys, *cell.candidates, cell.paper_candidate or {}]
-            read = [cell.of, cell.take.how, cell.take.number, cell.at]
-            hashed.append([*cell.name, *map(_with_integers, keys), *read])
-        return digest(json.dumps(hashed, sort_keys=True).encode())
-
     def cell(self, row: str, column: str) -> Cell:
         """The cell of this row and column."""
         return next(cell for cell in self.cells if cell.name == (row, column))
@@ -164,14 +148,6 @@ class Recipe:
         )
 
 
-def _with_integers(keys: Keys) -> dict[str, OptionValue]:
-    """The keys, with whole floats as integers, so that 10 and 10.0 are one value, as for runs."""
-    return {
-        key: int(value) if isinstance(value, float) and value.is_integer() else value
-        for key, value in keys.items()
-    }
-
-
 def shipped_recipes() -> dict[str, Path]:
     """The recipes that come with Keel, by name."""
     return {path.stem: path for path in sorted(RECIPES.glob("*.yaml"))}
@@ -181,17 +157,12 @@ def load_recipe(name: str) -> Recipe:
     """The shipped recipe called `name`, or the file at that path. ValueError, one line."""
     shipped = shipped_recipes()
     path = shipped.get(name) or Path(name).expanduser()
-    if name not in shipped and path.suffix not in (".yaml", ".yml"):
-        if name and path.exists():
-            raise ValueError(f"recipe {path}: expected a file whose name ends in .yaml or .yml")
+    if path.suffix not in (".yaml", ".yml"):
         refuse_unknown("recipe", name, list(shipped))
     try:
         text = path.read_text("utf-8")
-    except OSError as error:
-        raise ValueError(f"recipe {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{path}, line {line}: not UTF-8: save it as UTF-8") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"recipe {path}: {error}") from error
     return parse_recipe(text, path)
 
 
@@ -314,30 +285,25 @@ def _merged(a: Entry, b: Entry) -> Entry:
 
 
 def _cells(file: RecipeFile, rows: Sequence[Entry], columns: Sequence[Entry]) -> Iterator[Cell]:
-    read_at = sorted({file.at, *(entry.at for entry in [*rows, *columns])} - {0})
+    is_read_earlier = file.at or any(entry.at for entry in [*rows, *columns])
     takes = {e.take or file.take or Take("final") for e in [*rows, *columns]}
-    only_last = file.shows == "table" and not read_at and not any(t.reads_earlier for t in takes)
+    is_read_earlier = is_read_earlier or any(take.reads_earlier for take in takes)
     for row, (number, column) in itertools.product(rows, enumerate(columns)):
         both = _merged(column, row)
-        values = itertools.product(*both.tune.values())
-        candidates = [dict(zip(both.tune, each, strict=True)) for each in values]
         best = row.tuned[number % len(row.tuned)] if row.tuned else None
-        paper_candidate = {next(iter(both.tune)): best} if best is not None else None
-        if paper_candidate and paper_candidate not in candidates:
-            candidates.append(paper_candidate)  # FedIntR, Table III: a best outside its grid
+        tried = both.tune.values() if best is None else [[best]]
+        candidates = [dict(zip(both.tune, each, strict=True)) for each in itertools.product(*tried)]
         yield Cell(
             row=row,
             column=column,
             keys={**file.config, **both.keys},
             candidates=candidates,
-            paper_candidate=paper_candidate,
             of=both.of or file.of or "global.accuracy",
             take=both.take or file.take or Take("final"),
             at=both.at or file.at,
-            read_at=read_at,
             paper=row.paper[number] if row.paper else None,
             is_timed=any(take.is_time for take in takes),
-            only_last=only_last,
+            only_last=file.shows == "table" and not is_read_earlier,
         )
 
 
@@ -360,33 +326,26 @@ def _line_of(claim: str, text: str) -> int:
 def _claims_of_line(
     claim: str, rows: Sequence[Entry], columns: Sequence[Entry], text: str
 ) -> Iterator[Claim]:
-    names = {"rows": [r.name for r in rows], "columns": [c.name for c in columns]}
-    line = _line_of(claim, text)
-    found = re.fullmatch(CLAIM.replace("NAME", ".+?"), claim)
-    known_names = {*names["rows"], *names["columns"], *EVERYWHERE}
-    if found and not known_names.issuperset(found.group("left", "right", "place")):
+    line, names = _line_of(claim, text), ([r.name for r in rows], [c.name for c in columns])
+    for (compared, across), every in zip((names, names[::-1]), EVERYWHERE, strict=True):
         # names may contain the words of a claim; the longest name that fits is meant
-        any_name = "|".join(map(re.escape, sorted(known_names, key=len, reverse=True)))
-        found = re.fullmatch(CLAIM.replace("NAME", any_name), claim) or found
-    if not found:
-        raise LineError(
-            line, f"{claim!r}: expected 'ROW above ROW in COLUMN' (or below, or within 1 of)"
+        one, place = (
+            "|".join(map(re.escape, sorted(known, key=len, reverse=True)))
+            for known in (compared, [*across, every])
         )
-    margin = float(found["margin"] or 0)
-    if found["margin"] and not margin:
-        raise LineError(line, f"{claim!r}: expected a margin above 0")
-    left, right, place = found["left"], found["right"], found["place"]
-    # if the left side is neither, the right one tells which of the two was meant
-    are_rows = left in names["rows"] or (left not in names["columns"] and right in names["rows"])
-    compared, across = ("rows", "columns") if are_rows else ("columns", "rows")
-    for name, kind in ((left, compared), (right, compared), (place, across)):
-        is_every = name == place and EVERYWHERE.get(name) == kind
-        if name not in names[kind] and not is_every:
-            known = ", ".join(names[kind]) + did_you_mean(name, names[kind])
-            raise LineError(line, f"{claim!r}: {name!r} is none of the {kind}: {known}")
-    if left == right:
-        raise LineError(line, f"{claim!r}: expected two different {compared}")
-    for each in names[across] if place in EVERYWHERE else [place]:
+        found = re.fullmatch(CLAIM.replace("NAME", one).replace("PLACE", place), claim)
+        if found:
+            break
+    else:
+        raise LineError(
+            line,
+            f"{claim!r}: expected 'ROW above ROW in COLUMN' or 'COLUMN above COLUMN in ROW' (or "
+            f"below, or within 1 of); rows: {', '.join(names[0])}; columns: {', '.join(names[1])}",
+        )
+    left, right, margin = found["left"], found["right"], float(found["margin"] or 0)
+    if left == right or (found["margin"] and not margin):
+        raise LineError(line, f"{claim!r}: expected two different names, and a margin above 0")
+    for each in across if found["place"] == every else [found["place"]]:
         short = f"{left} {found['sign']} {right} in {each}"
         is_above, from_round = found["sign"] == "above", int(found["from_round"] or 0)
         yield Claim(short, left, right, is_above, each, from_round, margin, line)

@@ -1,14 +1,13 @@
 """The report: report.html, one file that opens offline, and its tables as report.md.
 
-Every table is written to `tables/` as well, as CSV, JSON and LaTeX.
+Every table is written to `tables/` as well, as CSV and LaTeX.
 """
 
 import base64
-import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -22,26 +21,23 @@ from keel.experiments.jobs import folder_of, load_job
 from keel.experiments.recipe import Recipe
 from keel.experiments.results import Results, results_of
 from keel.experiments.runs import Options
-from keel.experiments.scale import PAPER
 from keel.experiments.settings import Setting, origin_of, settings_of
-from keel.experiments.tables import as_csv, as_latex, ranks_of, records
+from keel.experiments.tables import as_csv, as_latex, ranks_of
 from keel.tables import markdown_cell
 from keel.views.charts import static_file
-from protocol.config import keel_version, resolve_config
+from protocol.config import keel_version
 from protocol.files import write_atomically
-from protocol.text import num_of
 
 TEMPLATES = Path(__file__).parent / "templates"
-FORMATS = {"csv": "text/csv", "json": "application/json", "tex": "text/plain"}
+FORMATS = {"csv": "text/csv", "tex": "text/plain"}
 
 
 @dataclass(frozen=True)
 class Section:
-    """One recipe at one scale. stem: the name of its files."""
+    """One recipe with its options. stem: the name of its files."""
 
     recipe: Recipe
     options: Options
-    label: str
     results: Results
     claims: Sequence[Verdict] = ()
     settings: Sequence[Setting] = ()
@@ -54,6 +50,11 @@ class Section:
         """Paper, item, title."""
         recipe = self.recipe
         return ": ".join(filter(None, [f"{recipe.paper} {recipe.item}".strip(), recipe.title]))
+
+    @property
+    def label(self) -> str:
+        """The changed keys."""
+        return self.options.label or "as in the recipe"
 
     @property
     def paper(self) -> str:
@@ -74,8 +75,8 @@ class Section:
 
     def verdict(self, claim: Verdict) -> str:
         """The verdict on a claim, with its remarks and the recipe's."""
-        remark = [self.recipe.remark] if self.recipe.remark and claim.seeds else []
-        return "; ".join([claim.word, *claim.remarks, *remark])
+        remark = [self.recipe.remark] if self.recipe.remark and claim.num_seeds else []
+        return "; ".join([claim.reading, *claim.remarks, *remark])
 
     @property
     def reading(self) -> str:
@@ -88,14 +89,6 @@ class Section:
         for seed in sorted(set().union(*left_out)):
             seeds += f"; tuned cells without seed {seed}, which chose their values"
         return f"{self.label}; {seeds}; {read}."
-
-    @property
-    def scale(self) -> str:
-        """The scale (of a sweep, only if it is reduced), and how many keys were changed."""
-        changed, scale = len(self.options.changes), self.options.scale
-        words = [f"scale {scale}"] if self.recipe.paper or scale != PAPER else []
-        words += [f"{num_of('key', changed)} changed"] if changed else []
-        return ", ".join(words)
 
     @property
     def origin(self) -> list[str]:
@@ -134,7 +127,6 @@ class Section:
         about += " In brackets: the paper's number." if self.has_paper_numbers else ""
         return {
             "csv": as_csv(self.results),
-            "json": as_json(self),
             "tex": f"% {about}\n{as_latex(self.recipe, self.results)}",
         }
 
@@ -146,7 +138,7 @@ def write_report(output: Path) -> list[Path]:
         raise ValueError(f"--output {output}: nothing was run there yet")
     for folder in ("figures", "tables"):
         (output / folder).mkdir(exist_ok=True)
-    sections = list(told_apart([section_of(path, output) for path in jobs]))
+    sections = [section_of(path, output) for path in jobs]
     papers: dict[str, list[Section]] = {}
     for section in sections:
         papers.setdefault(section.paper, []).append(section)
@@ -182,7 +174,6 @@ def section_of(job: Path, output: Path) -> Section:
     return Section(
         recipe,
         options,
-        label_of(recipe, options),
         results,
         claims=judge_all(recipe, results, options) if results else (),
         settings=settings_of(recipe, results, options),
@@ -190,78 +181,6 @@ def section_of(job: Path, output: Path) -> Section:
         pictures=list(pictures),
         stem=job.stem,
     )
-
-
-def told_apart(sections: Sequence[Section]) -> Iterator[Section]:
-    """The sections. If several share title and label, each label names the values that differ.
-
-    This happens if a recipe was changed between two calls.
-    """
-    for section in sections:
-        same = (section.title, section.label)
-        others = [o for o in sections if o is not section and (o.title, o.label) == same]
-        own = dict.fromkeys(w for o in others for w in own_values(section.recipe, o.recipe))
-        yield replace(section, label=", ".join([section.label, *own]))
-
-
-def own_values(recipe: Recipe, other: Recipe) -> Iterator[str]:
-    """`lr = 0.1`, or `lr = 0.1 in FedProx`, for each key that differs in a cell of both recipes."""
-    twins = {cell.name: cell for cell in other.cells}
-    shared = [cell for cell in recipe.cells if cell.name in twins]
-    rows: dict[str, dict[str, None]] = {}
-    for cell in shared:
-        ours, theirs = (resolve_config(c.keys).flat for c in (cell, twins[cell.name]))
-        for key in sorted(key for key in ours if ours[key] != theirs[key]):
-            rows.setdefault(f"{key} = {ours[key]}", {})[cell.row.name] = None
-    for words, names in rows.items():
-        is_in_all = len(names) == len({cell.row.name for cell in shared})
-        yield words if is_in_all else f"{words} in {' and '.join(names)}"
-
-
-def label_of(recipe: Recipe, options: Options) -> str:
-    """Scale, changed keys, and which of the values under `tune` were tried.
-
-    "As in the recipe" for a sweep, which has no paper, if nothing is changed.
-    """
-    tuned = [cell for cell in recipe.cells if len(cell.candidates) > 1]
-    at_best = [cell for cell in tuned if cell.paper_candidate and not options.full_grid]
-    grid = "full grid" if tuned else ""
-    if at_best:
-        grid = "the paper's best of the tuned values"
-    if 0 < len(at_best) < len(tuned):
-        grid += ", all values where it names none"
-    label = options.label
-    if not recipe.paper and options.scale == PAPER:
-        label = label.removeprefix("scale paper").removeprefix(", ") or "as in the recipe"
-    return ", ".join(filter(None, [label, grid]))
-
-
-def as_json(section: Section) -> str:
-    """The cells, the settings and the claims."""
-    content = {
-        "title": section.title,
-        "setting": section.label,
-        "origin": section.origin,
-        "remark": section.recipe.remark,
-        "settings": [asdict(setting) for setting in section.settings],
-        "cells": list(records(section.results)),
-        "claims": [
-            {
-                "claim": verdict.claim.text,
-                "verdict": verdict.word,
-                "effect": verdict.effect,
-                "interval": verdict.interval,
-                "paper": verdict.paper_effect,
-                "seeds": verdict.seeds,
-                "detail": verdict.basis,
-                "remarks": "; ".join(verdict.remarks),
-                "failures": verdict.failures,
-                "deviations": list(verdict.deviations),
-            }
-            for verdict in section.claims
-        ],
-    }
-    return json.dumps(content, indent=1)
 
 
 @jinja2.pass_context

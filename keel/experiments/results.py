@@ -34,11 +34,6 @@ from server_app.history import LOWER_IS_BETTER
 Results = Mapping[tuple[str, str], "Result"]  # by row and column
 
 
-def candidates_of(cell: Cell, full_grid: bool) -> Sequence[Keys]:
-    """The values under `tune` to try: only the paper's best, unless the full grid is asked for."""
-    return [cell.paper_candidate] if cell.paper_candidate and not full_grid else cell.candidates
-
-
 def number_of(cell: Cell, run: Run) -> float | None:
     """The cell's number from one run; None if it is not finished or does not contain it."""
     if run.status != FINISHED:
@@ -46,7 +41,7 @@ def number_of(cell: Cell, run: Run) -> float | None:
     on_cpu = all(name.startswith("cpu:") for name in machines_of(run.directory))
     clock = "client_cpu_seconds" if on_cpu else "client_seconds"  # other runs share the cores
     history, at = history_in(run.directory), last_round_read(cell, run)
-    return measure(history, cell.of, cell.take, at, run.shrink, clock)
+    return measure(history, cell.of, cell.take, at, clock)
 
 
 def best_candidate(cell: Cell, options: Options, folder: Path, is_final: bool) -> Keys | None:
@@ -55,11 +50,10 @@ def best_candidate(cell: Cell, options: Options, folder: Path, is_final: bool) -
     is_final: None until each candidate's run has ended; otherwise the best of those that have. One
     that failed or diverged is the worst.
     """
-    candidates = candidates_of(cell, options.full_grid)
-    if len(candidates) == 1:
-        return candidates[0]
+    if len(cell.candidates) == 1:
+        return cell.candidates[0]
     found: list[tuple[float, Keys]] = []
-    for candidate in candidates:
+    for candidate in cell.candidates:
         run = run_of(cell, candidate, options.seeds[0], options, folder)
         if run.status:
             number = number_of(cell, run)
@@ -81,7 +75,7 @@ def runs_needed(
     seen: set[str] = set()
     for seed in options.seeds:
         for cell in cells:
-            candidates = candidates_of(cell, options.full_grid)
+            candidates = cell.candidates
             if seed != options.seeds[0]:
                 best = best_candidate(cell, options, folder, is_final=True)
                 candidates = [] if best is None else [best]
@@ -97,8 +91,8 @@ class Result:
     """A cell's outcome. by_seed: the numbers of finished runs; a time never reached is inf.
 
     runs: of the chosen candidate, one a seed. failures: `diverged` or `failed`, by seed, also of
-    finished runs without number. tuned_on: the seed that chose the candidate, if there are several:
-    of `num_tried` its run finished or diverged, of `num_failed` it failed.
+    finished runs without number. tuned_on: the seed that chose the candidate, if there are several;
+    of `num_tried` of them its run finished or diverged.
     """
 
     cell: Cell
@@ -108,8 +102,6 @@ class Result:
     failures: Mapping[int, str] = field(default_factory=dict)
     tuned_on: int | None = None
     num_tried: int = 1
-    num_failed: int = 0
-    num_candidates: int = 1
 
     @cached_property
     def finished(self) -> list[Run]:
@@ -201,9 +193,8 @@ class Result:
             words.append(self.left_out)
         if 0 < ended < len(self.runs):
             words.append(f"{ended} of {len(self.runs)} seeds")
-        if 0 < self.num_tried < self.num_candidates:
-            failed = f", {self.num_failed} failed" if self.num_failed else ""
-            words.append(f"{self.num_tried} of {self.num_candidates} values tried{failed}")
+        if 0 < self.num_tried < len(self.cell.candidates):
+            words.append(f"{self.num_tried} of {len(self.cell.candidates)} values tried")
         for run in self.finished[:1]:
             if reads_elsewhere(self.cell, run):
                 words.append(f"at round {run.rounds} instead of {paper_round_read(self.cell, run)}")
@@ -232,8 +223,8 @@ def share_of(side: Result) -> str:
 
 def result_of(cell: Cell, options: Options, folder: Path) -> Result:
     """The cell's outcome from the runs that have ended."""
-    candidates = candidates_of(cell, options.full_grid)
-    tried = [run_of(cell, each, options.seeds[0], options, folder).status for each in candidates]
+    first, values = options.seeds[0], cell.candidates
+    tried = [run_of(cell, value, first, options, folder).is_done for value in values]
     best = best_candidate(cell, options, folder, is_final=False)
     runs = [] if best is None else [run_of(cell, best, s, options, folder) for s in options.seeds]
     by_seed, failures = dict[int, float](), dict[int, str]()
@@ -253,10 +244,8 @@ def result_of(cell: Cell, options: Options, folder: Path) -> Result:
         runs=runs,
         by_seed=by_seed,
         failures=failures,
-        tuned_on=options.seeds[0] if len(candidates) > 1 else None,
-        num_tried=tried.count(FINISHED) + tried.count(DIVERGED),
-        num_failed=tried.count(FAILED),
-        num_candidates=len(candidates),
+        tuned_on=first if len(values) > 1 else None,
+        num_tried=sum(tried),
     )
 
 

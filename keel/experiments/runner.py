@@ -33,10 +33,9 @@ from keel.experiments.runs import (
     Options,
     Run,
     code_folder,
-    data_of,
     history_in,
 )
-from keel.experiments.tasks import BUSY, GRACE_S, KILLED, Resources, digest_of_data, ray_tasks
+from keel.experiments.tasks import BUSY, GRACE_S, KILLED, Resources, ray_tasks
 from keel.saved_runs import is_locked
 from protocol.code import code_version
 from protocol.text import in_one_line, num_of
@@ -74,7 +73,11 @@ def run_recipe(
         return {}
 
     needed = list(runs_needed(cells, options, folder))
-    report_done([(cell, run) for cell, run in needed if run.is_done], console)
+    done = [(cell, run) for cell, run in needed if run.is_done]
+    if done:
+        console.print(f"{num_of('run', done)} already finished:")
+    for cell, run in done:
+        console.print(f"  {outcome(cell, run)}")
     left = [(cell, run) for cell, run in needed if not run.is_done]
     if not left:
         return {}
@@ -95,26 +98,6 @@ def run_recipe(
         finally:
             runner.interrupt()
     return runner.failed
-
-
-def report_done(done: Sequence[Needed], console: Console) -> None:
-    """Print the runs that need not be run, and how many are of other data than today's."""
-    if done:
-        console.print(f"{num_of('run', done)} already finished:")
-    digests: dict[tuple[str, str], str] = {}
-    others = []
-    for cell, run in done:
-        console.print(f"  {outcome(cell, run)}")
-        place = (run.config.data.source, run.config.data.data_dir)
-        if (then := data_of(run.directory)) and run.status == FINISHED:
-            if place not in digests:
-                digests[place] = digest_of_data(run.config)
-            others += [run.name] if then != digests[place] else []
-    if others:
-        console.print(
-            f"on other data than today's, not compared with new runs: {', '.join(others)}; "
-            "restore the data, or remove their run directories to run them again"
-        )
 
 
 def outcome(cell: Cell, run: Run) -> str:
@@ -170,16 +153,15 @@ class Runner:
         """Returns once each of these runs is done or has failed."""
         import ray
 
-        waiting = [(cell, run, run.failed_at) for cell, run in needed]
-        total = self.num_rounds + sum(run.rounds for _, run, _ in waiting)
+        waiting, is_told = list(needed), False
+        total = self.num_rounds + sum(run.rounds for _, run in waiting)
         self.progress.update(self.bar, total=total)
-        is_told = False
         while waiting or self.pending:
-            for each in list(waiting):
+            for cell, run in list(waiting):
                 is_full = 0 < self.max_pending <= len(self.pending)
-                if not is_full and not is_locked(each[1].beside("lock")):
-                    waiting.remove(each)
-                    self.submit(*each)
+                if not is_full and not is_locked(run.beside("lock")):
+                    waiting.remove((cell, run))
+                    self.pending[self.execute.remote(run, code_version())] = cell, run
             ended = []
             if self.pending:
                 ended = ray.wait(list(self.pending), timeout=POLL_S)[0]
@@ -191,14 +173,9 @@ class Runner:
             for task in ended:
                 cell, run = self.pending.pop(task)
                 if self.has_to_wait(cell, run, task):
-                    waiting.insert(0, (cell, run, run.failed_at))
+                    waiting.insert(0, (cell, run))
             under_way = sum(map(rounds_of, (run for _, run in self.pending.values())))
             self.progress.update(self.bar, completed=self.num_rounds + under_way)
-
-    def submit(self, cell: Cell, run: Run, failed_at: int) -> None:
-        """Queue a run."""
-        task = self.execute.remote(run, code_version(), failed_at)
-        self.pending[task] = cell, run
 
     def has_to_wait(self, cell: Cell, run: Run, task: Any) -> bool:
         """Take the result of a run's task; True if it has to be submitted again."""

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from keel.experiments.measure import History, is_divergence
 from keel.experiments.recipe import Cell, Keys
-from keel.experiments.scale import PAPER, scaled, scaled_round
 from protocol.code import code_version
 from protocol.config import RunConfig, default_config, resolve_config
 from protocol.files import digest
@@ -28,7 +27,6 @@ from server_app.run_reader import (
     CLIENTS_FILE,
     CONFIG_FILE,
     HISTORY_FILE,
-    SUMMARY_FILE,
     RunReader,
 )
 
@@ -43,21 +41,18 @@ REMEDY = "remove its run directory, then run it again"
 
 @dataclass(frozen=True)
 class Options:
-    """How a recipe is run. full_grid: try all values under `tune`, not only the paper's best.
+    """How a recipe is run: the config keys of all runs, and the seeds.
 
-    The first of the seeds chooses among the values.
+    The first of the seeds selects the best of the values under `tune`.
     """
 
-    scale: str
     changes: Mapping[str, OptionValue]
     seeds: Sequence[int]
-    full_grid: bool
 
     @property
     def label(self) -> str:
-        """Scale and changed keys."""
-        changed = [f"{key}={value}" for key, value in sorted(self.changes.items())]
-        return ", ".join([f"scale {self.scale}", *changed])
+        """The changed keys."""
+        return ", ".join(f"{key}={value}" for key, value in sorted(self.changes.items()))
 
 
 def identity(flat: Keys, is_timed: bool = False) -> dict[str, OptionValue]:
@@ -99,16 +94,12 @@ def code_folder(code: str = "") -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its config keys and its directory.
-
-    is_scaled: the scale maps the paper's rounds onto fewer; otherwise they are the run's.
-    """
+    """One run: its config keys and its directory. paper_rounds: as the recipe has them."""
 
     keys: Keys
     directory: Path
     rounds: int
     paper_rounds: int
-    is_scaled: bool
 
     @property
     def name(self) -> str:
@@ -119,11 +110,6 @@ class Run:
     def seed(self) -> int:
         """The run's seed."""
         return int(self.keys["seed"])
-
-    @property
-    def shrink(self) -> float:
-        """Rounds of the run / rounds of the paper that they stand for."""
-        return self.rounds / self.paper_rounds if self.is_scaled else 1.0
 
     def beside(self, kind: str) -> Path:
         """The file `NAME.KIND` beside the directory: lock, log or failed."""
@@ -150,23 +136,12 @@ class Run:
         return FAILED if self.beside("failed").exists() else ""
 
     @property
-    def failed_file(self) -> Path:
-        """The file that says that it failed: its summary, or the one beside its directory."""
-        note = self.beside("failed")
-        return note if note.exists() else self.directory / SUMMARY_FILE
-
-    @property
-    def failed_at(self) -> int:
-        """The time of its failure, in ns; 0 if it has not failed. Only equality means something."""
-        return self.failed_file.stat().st_mtime_ns if self.status == FAILED else 0
-
-    @property
     def reason(self) -> str:
         """Why it failed, in one line; "" if it has not."""
         if self.status != FAILED:
             return ""
-        if self.failed_file == self.beside("failed"):
-            return self.failed_file.read_text()
+        if (note := self.beside("failed")).exists():
+            return note.read_text()
         return str(RunReader(self.directory).summary["status"]).removeprefix(f"{FAILED}: ")
 
     def note_failure(self, reason: str) -> None:
@@ -181,7 +156,7 @@ class Run:
     def prepare(self) -> list[str]:
         """The words after `keel` that resume the run, or start it from an empty directory."""
         self.beside("failed").unlink(missing_ok=True)
-        if RunReader(self.directory).checkpoints or self.is_complete:
+        if RunReader(self.directory).checkpoints or self.lacks_last_files:
             return ["resume", str(self.directory)]
         shutil.rmtree(self.directory, ignore_errors=True)
         place = {"output-dir": str(self.directory.parent), "run-name": self.name}
@@ -189,11 +164,10 @@ class Run:
         return ["run", *(f"{key}={typed(value)}" for key, value in used.items())]
 
     @property
-    def is_complete(self) -> bool:
+    def lacks_last_files(self) -> bool:
         """Whether it has finished but for its last files, which a resume writes."""
-        if not (self.directory / CONFIG_FILE).is_file():
-            return False
-        return bool(RunReader(self.directory).summary["status"] == FINISHED)
+        is_there = (self.directory / CONFIG_FILE).is_file()
+        return is_there and RunReader(self.directory).summary["status"] == FINISHED
 
 
 def used_keys(config: RunConfig, keys: Keys) -> Iterator[str]:
@@ -215,8 +189,7 @@ def run_of(cell: Cell, candidate: Keys, seed: int, options: Options, folder: Pat
     that round alone.
     """
     keys = {**cell.keys, **candidate}
-    smaller = scaled(keys, options.scale, cell.read_at)
-    full = {**keys, **smaller, **options.changes, "seed": seed}
+    full = {**keys, **options.changes, "seed": seed}
     config = resolve_config(full)
     if not config.rounds.num_clients:
         raise ValueError("num-clients = 0: expected the recipe to set the number of clients")
@@ -228,7 +201,6 @@ def run_of(cell: Cell, candidate: Keys, seed: int, options: Options, folder: Pat
         directory=folder / name_of(config, cell.is_timed),
         rounds=config.rounds.num_rounds,
         paper_rounds=resolve_config(keys).rounds.num_rounds,
-        is_scaled=options.scale != PAPER,
     )
 
 
@@ -242,8 +214,6 @@ def is_adapted_without_state(config: RunConfig) -> bool:
 
 def last_round_read(cell: Cell, run: Run) -> int:
     """The last round that counts for the cell's number, at most the run's last."""
-    if cell.at and run.is_scaled:
-        return scaled_round(cell.at, run.paper_rounds, run.rounds)
     return min(cell.at or run.rounds, run.rounds)
 
 
@@ -258,7 +228,7 @@ def reads_elsewhere(cell: Cell, run: Run) -> bool:
     A later round counts only if the paper has a number.
     """
     read, due = last_round_read(cell, run), paper_round_read(cell, run)
-    return not run.is_scaled and (read < due or (read > due and cell.paper is not None))
+    return read < due or (read > due and cell.paper is not None)
 
 
 @lru_cache(maxsize=4096)

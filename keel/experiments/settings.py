@@ -50,7 +50,7 @@ def settings_of(recipe: Recipe, results: Results, options: Options) -> list[Sett
     defaults = default_config()
     for cell in recipe.cells:
         result = results.get(cell.name)
-        chosen = (result and result.candidate) or cell.paper_candidate or cell.candidates[0]
+        chosen = (result and result.candidate) or cell.candidates[0]
         run = run_of(cell, chosen, options.seeds[0], options, Path())
         if run.name in pairs:
             continue

@@ -172,12 +172,11 @@ def digest_of_data(config: RunConfig) -> str:
     return data_digest(open_source(config))
 
 
-def execute(run: Run, code: str, failed_at: int) -> tuple[str, str]:
+def execute(run: Run, code: str) -> tuple[str, str]:
     """Resume the run, or start it, in a process of its own.
 
     Returns its status and the reason if it failed. BUSY: another runner executes it. KILLED: its
-    process was killed, and it can be resumed. code, failed_at: as the runner found them; a run that
-    has failed since then, in another runner, is not tried again.
+    process was killed, and it can be resumed. code: the runner's.
     """
     if reason := unfit(run.directory.parent, code):
         return FAILED, f"its machine {reason}"
@@ -186,8 +185,8 @@ def execute(run: Run, code: str, failed_at: int) -> tuple[str, str]:
     except Timeout:
         return BUSY, ""
     with lock:
-        if run.is_done or (run.status == FAILED and run.failed_at != failed_at):
-            return run.status, run.reason
+        if run.is_done:
+            return run.status, ""
         words = run.prepare()
         with private_files(), run.beside("log").open("ab") as log:
             process = subprocess.Popen(

@@ -74,7 +74,7 @@ def test_every_command_loads_and_shows_its_help(name, printed):
 
 def test_a_command_that_the_installation_lacks_a_part_of_is_one_line():
     lacking = {
-        "keel.experiments.scale": "experiments list",
+        "keel.experiments.recipe": "experiments list",
         "keel.deployment.loopback": "deploy loopback",
         "keel.views.server": "ui",
         "plotly": "ui",

@@ -3,7 +3,6 @@
 import base64
 import csv
 import io
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,9 +60,8 @@ def test_claims_are_on_the_first_screen_and_tables_follow(page, table):
     assert claims["y"] < 300
     assert claims["y"] < table.bounding_box()["y"]
     verdicts = page.locator("#claims td:nth-child(2)").all_inner_texts()
-    without_remarks = {verdict.split(";")[0] for verdict in verdicts}
-    assert without_remarks <= {"reproduced", "not reproduced", "inconclusive", "not tested"}
     assert verdicts
+    assert all(re.match("holds|opposite|ahead|behind|undecided|not tested", v) for v in verdicts)
 
 
 @pytest.mark.parametrize("width", SIZES)
@@ -128,13 +126,11 @@ def test_the_papers_numbers_differences_and_deviations_are_shown_on_demand(page,
 def test_links_hold_the_numbers_of_the_table(page, table):
     shown = [float(cell.get_attribute("data-value")) for cell in table.locator("tbody td").all()]
     texts = {}
-    for kind in ("csv", "json", "tex"):
+    for kind in ("csv", "tex"):
         link = page.locator(f"a[download$='.{kind}']").first
         texts[kind] = base64.b64decode(link.get_attribute("href").partition(",")[2]).decode()
     rows = csv.DictReader(io.StringIO(texts["csv"]))
     assert sorted(float(row["mean"]) for row in rows) == pytest.approx(sorted(shown))
-    cells = json.loads(texts["json"])["cells"]
-    assert sorted(cell["mean"] for cell in cells) == pytest.approx(sorted(shown))
     assert r"\toprule" in texts["tex"]
     assert all(f"{value:.2f}" in texts["tex"] for value in shown)
     with page.expect_download() as download:

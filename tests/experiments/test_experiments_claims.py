@@ -23,9 +23,11 @@ from keel.experiments.recipe import Claim, load_recipe
 from keel.experiments.results import best_candidate, runs_needed
 from keel.experiments.runs import run_of
 
-A_AND_B = (
-    "config: {num-clients: 2, num-rounds: 9}\nrows: {A: {method: fedavg}, B: {method: moon}}\n"
-)
+A_AND_B = """\
+paper: P
+config: {num-clients: 2, num-rounds: 9}
+rows: {A: {method: fedavg}, B: {method: moon}}
+"""
 ABOVE = Claim("", "A", "B", is_above=True, place="result")
 
 
@@ -50,24 +52,24 @@ HIGH, LOW = by_seed(52.0, 53.0, 51.5), by_seed(50.0, 51.0, 50.0)
 
 
 @pytest.mark.parametrize(
-    ("claim", "a", "b", "word", "effect"),
+    ("claim", "a", "b", "decision", "effect"),
     [
         # 3 seeds: t(0.975, 2) = 4.303; sd 0.289 reaches 0.72
-        ("A above B", HIGH, LOW, "reproduced", 1.8333),
-        ("A above B", LOW, HIGH, "not reproduced", -1.8333),
-        ("A below B", LOW, HIGH, "reproduced", -1.8333),
+        ("A above B", HIGH, LOW, 1, 1.8333),
+        ("A above B", LOW, HIGH, -1, -1.8333),
+        ("A below B", LOW, HIGH, 1, -1.8333),
         # sd 3.51 reaches 8.7
-        ("A above B", by_seed(52.0, 49.0, 55.0), LOW, "inconclusive", 1.6667),
-        ("A above B", {0: 52.0}, by_seed(50.0, 51.0), "inconclusive", 2.0),
-        ("A above B", {}, {0: 50.0}, "not tested", None),
-        ("A within 3 of B", HIGH, LOW, "reproduced", 1.8333),
-        ("A within 1 of B", HIGH, LOW, "not reproduced", 1.8333),
-        ("A within 2 of B", HIGH, LOW, "inconclusive", 1.8333),  # 1.12 to 2.55
+        ("A above B", by_seed(52.0, 49.0, 55.0), LOW, 0, 1.6667),
+        ("A above B", {0: 52.0}, by_seed(50.0, 51.0), 0, 2.0),
+        ("A above B", {}, {0: 50.0}, None, None),
+        ("A within 3 of B", HIGH, LOW, 1, 1.8333),
+        ("A within 1 of B", HIGH, LOW, -1, 1.8333),
+        ("A within 2 of B", HIGH, LOW, 0, 1.8333),  # 1.12 to 2.55
     ],
 )
-def test_a_claim_is_judged_by_the_interval_of_paired_differences(claim, a, b, word, effect):
+def test_a_claim_is_judged_by_the_interval_of_paired_differences(claim, a, b, decision, effect):
     verdict = verdict_on(f"{A_AND_B}claims: [{claim} in result]\nseeds: 3\n", a, b)
-    assert verdict.word == word
+    assert verdict.decision == decision
     assert verdict.effect == (effect if effect is None else pytest.approx(effect, abs=1e-4))
 
 
@@ -81,83 +83,82 @@ INF = math.inf
 
 
 @pytest.mark.parametrize(
-    ("leads", "word"),
+    ("leads", "decision"),
     [
-        ([1.0, 1.1, 1.2, -INF], "inconclusive"),  # one failed: cannot be reproduced
-        ([-1.0, -1.1, -1.2, -INF], "not reproduced"),
-        ([1.0, -INF, -INF], "not reproduced"),  # more than half
-        ([1.0, -INF], "inconclusive"),  # a single difference
-        ([INF, INF], "reproduced"),  # a time that only the other side never reaches
-        ([INF, -1.0, -1.1], "inconclusive"),
-        ([1.0, 1.1, 0.0], "inconclusive"),  # a pair without a difference counts as 0
-        ([INF], "inconclusive"),
+        ([1.0, 1.1, 1.2, -INF], 0),  # one failed: cannot be reproduced
+        ([-1.0, -1.1, -1.2, -INF], -1),
+        ([1.0, -INF, -INF], -1),  # more than half
+        ([1.0, -INF], 0),  # a single difference
+        ([INF, INF], 1),  # a time that only the other side never reaches
+        ([INF, -1.0, -1.1], 0),
+        ([1.0, 1.1, 0.0], 0),  # a pair without a difference counts as 0
+        ([INF], 0),
     ],
 )
-def test_a_lead_without_end_counts_as_the_largest_on_its_side(leads, word):
+def test_a_lead_without_end_counts_as_the_largest_on_its_side(leads, decision):
     finite = [lead for lead in leads if math.isfinite(lead) and lead]
-    assert decided(ABOVE, Pairs(finite, leads, ())) == word
+    assert decided(ABOVE, Pairs(finite, leads, ())) == decision
 
 
 @pytest.mark.parametrize(
-    ("ends", "word", "failures"),
+    ("ends", "decision", "failures"),
     [  # of the runs in turn: FedAvg and FedProx of seed 0, of 1, of 2
-        ([*5 * ["finished"], NOT_FINITE], "inconclusive", "FedProx diverged 1/3"),
-        (3 * ["finished", NOT_FINITE], "not reproduced", "FedProx diverged 3/3"),
+        ([*5 * ["finished"], NOT_FINITE], 0, "FedProx diverged 1/3"),
+        (3 * ["finished", NOT_FINITE], -1, "FedProx diverged 3/3"),
         (
             ["finished", NOT_FINITE, "finished", "failed: no disk", *2 * ["finished"]],
-            *("not reproduced", "FedProx diverged 1/3, failed 1/3"),
+            *(-1, "FedProx diverged 1/3, failed 1/3"),
         ),
-        ([NOT_FINITE, "finished", NOT_FINITE, *3 * ["finished"]], "inconclusive", "FedAvg diver"),
+        ([NOT_FINITE, "finished", NOT_FINITE, *3 * ["finished"]], 0, "FedAvg diver"),
     ],
 )
-def test_divergence_and_failure_count_against_the_claim(ends, word, failures, tmp_path):
+def test_divergence_and_failure_count_against_the_claim(ends, decision, failures, tmp_path):
     recipe, _ = leave_all(tmp_path, status=ends)
     (verdict,) = verdicts_in(tmp_path, recipe)
-    assert (verdict.word, verdict.interval) == (word, None)
+    assert (verdict.decision, verdict.interval) == (decision, None)
     assert verdict.failures.startswith(failures)
     turned = Claim("", "FedAvg", "FedProx", is_above=False, place="result")
     (below,) = verdicts_in(tmp_path, replace(recipe, claims=[turned]))
-    assert below.word == word
+    assert below.decision == decision
 
 
-@pytest.mark.parametrize(("row", "word"), [(0, "inconclusive"), (1, "reproduced")])
-def test_a_lead_over_a_run_whose_updates_were_not_finite_is_none(row, word, tmp_path):
+@pytest.mark.parametrize(("row", "decision"), [(0, 0), (1, 1)])
+def test_a_lead_over_a_run_whose_updates_were_not_finite_is_none(row, decision, tmp_path):
     lost = {"a": "values that are not finite in 'w'", "b": "no answer"}
     runs = [lost if number == row else {} for number in range(6)]
     recipe, _ = leave_all(tmp_path, left_out=runs)
     (verdict,) = verdicts_in(tmp_path, recipe)
-    assert verdict.word == word
+    assert verdict.decision == decision
     assert "updates left out: 2" in verdict.failures
     within = Claim("", "FedAvg", "FedProx", is_above=True, place="result", margin=20.0)
     (margin,) = verdicts_in(tmp_path, replace(recipe, claims=[within]))
-    assert margin.word == "inconclusive"
+    assert margin.decision == 0
 
 
 @pytest.mark.parametrize(
-    ("changes", "word"),
+    ("changes", "decision"),
     [
-        ({}, "reproduced"),
-        ({"changes": {"num-rounds": 8}}, "not tested"),  # the claim is of the last round
-        ({"scale": "hour"}, "not tested"),
-        ({"changes": {"source": "fashion-mnist"}}, "not tested"),
-        ({"changes": {"source": "folder:/data/digits"}}, "reproduced"),
-        ({"changes": {"lr": 0.5}}, "reproduced"),  # a deviation, which is named
+        ({}, 1),
+        ({"changes": {"num-rounds": 8}}, None),  # the claim is of the last round
+        ({"changes": {"source": "fashion-mnist"}}, None),
+        ({"changes": {"source": "folder:/data/digits"}}, 1),
+        ({"changes": {"lr": 0.5}}, 1),  # a deviation, which is named
     ],
 )
-def test_only_runs_of_the_recipes_setting_test_a_claim(changes, word):
+def test_only_runs_of_the_recipes_setting_test_a_claim(changes, decision):
     text = A_AND_B.replace("{num-clients", "{source: digits, num-clients")
     how = replace(THREE, **changes)
     verdict = verdict_on(f"{text}claims: [A above B in result]\nseeds: 3\n", HIGH, LOW, how)
-    assert verdict.word == word
+    assert verdict.decision == decision
     assert verdict.effect == pytest.approx(1.8333, abs=1e-4)
     assert any("lr" in each for each in verdict.deviations) == ("lr" in changes.get("changes", {}))
 
 
 def test_a_claim_from_an_earlier_round_is_tested_by_runs_that_reach_it():
     text = f"{A_AND_B}claims: [A above B in result from round 5]\nseeds: 3\n"
-    for num_rounds, word in ((4, "not tested"), (5, "reproduced")):
+    for num_rounds, decision in ((4, None), (5, 1)):
         how = replace(THREE, changes={"num-rounds": num_rounds})
-        assert verdict_on(text, HIGH, LOW, how).word == word
+        assert verdict_on(text, HIGH, LOW, how).decision == decision
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def test_a_claim_from_an_earlier_round_is_tested_by_runs_that_reach_it():
 def test_runs_that_differ_in_precision_or_data_are_not_compared(differing, tmp_path):
     recipe, _ = leave_all(tmp_path, **differing)
     (verdict,) = verdicts_in(tmp_path, recipe)
-    assert (verdict.word, verdict.effect) == ("not tested", None)
+    assert (verdict.decision, verdict.effect) == (None, None)
 
 
 @pytest.mark.parametrize("of_each", ["{model: cnn-fedintr, ", "{image-size: 28, "])
@@ -179,7 +180,7 @@ def test_images_of_another_size_are_no_other_data(of_each, tmp_path):
     text = TWO_ROWS.replace("{method: fedprox", f"{of_each}method: fedprox")
     recipe, _ = leave_all(tmp_path, text, data=3 * ["a", "b"])
     (verdict,) = verdicts_in(tmp_path, recipe)
-    assert verdict.word == "reproduced"
+    assert verdict.decision == 1
 
 
 def test_times_of_different_machines_are_not_compared(tmp_path):
@@ -187,37 +188,27 @@ def test_times_of_different_machines_are_not_compared(tmp_path):
     text = text.replace("FedProx above", "FedProx below")
     one, other = ["cpu: one"], ["cpu: other"]
     recipe, _ = leave_all(tmp_path / "a", text, machines=[*5 * [one], other])
-    assert verdicts_in(tmp_path / "a", recipe)[0].word == "not tested"
+    assert verdicts_in(tmp_path / "a", recipe)[0].decision is None
     seconds = [seed + add for seed in range(3) for add in (5.0, 2.0)]  # FedProx: 3 s less, of 2
     recipe, _ = leave_all(tmp_path / "b", text, machines=6 * [one], cpu_seconds=seconds)
     (verdict,) = verdicts_in(tmp_path / "b", recipe)
-    assert (verdict.word, verdict.effect) == ("reproduced", pytest.approx(-1.5))
+    assert (verdict.decision, verdict.effect) == (1, pytest.approx(-1.5))
 
 
-@pytest.mark.parametrize("num_missing", [0, 1])
-def test_a_verdict_before_all_seeds_have_ended_says_so(num_missing, tmp_path):
-    recipe, runs = leave_all(tmp_path)
-    for run in runs[:num_missing]:
-        (run.directory / "summary.json").unlink()
-    (verdict,) = verdicts_in(tmp_path, recipe)
-    assert (verdict.word, verdict.seeds) == ("reproduced", 3 - num_missing)
-    assert verdict.remarks == ["after 2 of 3 seeds"] * num_missing
-
-
-@pytest.mark.parametrize(
-    ("more", "remark"), [((2.0, 2.1), "inconclusive with"), ((2.0,), "inconclusive with"), ((), "")]
-)
-def test_seeds_that_were_added_after_a_look_are_named(more, remark):
+def test_seeds_that_were_added_after_a_look_decide_nothing():
     """The planned three have the interval [-0.6, 3.9]."""
-    a, b = by_seed(51.0, 51.3, 52.7, *(50.0 + each for each in more)), dict.fromkeys(range(5), 50.0)
-    how = options(seeds=[*range(3 + len(more))])
-    verdict = verdict_on(f"{A_AND_B}claims: [A above B in result]\nseeds: 3\n", a, b, how)
-    assert [each.startswith(remark) for each in verdict.remarks] == [True] * bool(more)
-    assert (verdict.word == "reproduced") == bool(more)
-    if more:
-        assert verdict.on_planned.word == "inconclusive"
-        assert verdict.on_planned.effect == pytest.approx(1.6667, abs=1e-4)
-        assert verdict.on_planned.interval == pytest.approx((-0.59, 3.92), abs=0.01)
+    text = f"{A_AND_B}claims: [A above B in result]\nseeds: 3\n"
+    a, b = by_seed(51.0, 51.3, 52.7, 52.0, 52.1), dict.fromkeys(range(5), 50.0)
+    five = options(seeds=[*range(5)])
+    verdict = verdict_on(text, a, b, five)
+    assert (verdict.decision, verdict.seeds, verdict.on_all.decision) == (0, "3", 1)
+    assert verdict.interval == pytest.approx((-0.59, 3.92), abs=0.01)
+    assert any("ahead" in remark for remark in verdict.remarks)
+    whole = verdict_on(text, by_seed(51.0, 51.3, 52.7), b)
+    assert (whole.effect, whole.interval, whole.remarks) == (verdict.effect, verdict.interval, [])
+    ours = verdict_on(text.replace("paper: P\n", ""), a, b, five)  # a sweep: those asked for
+    assert (ours.decision, ours.seeds, ours.remarks) == (1, "5", [])
+    assert verdict_on(text, by_seed(52.0, 53.0), b, five).seeds == "2 of 3"
 
 
 @pytest.mark.parametrize(
@@ -272,7 +263,7 @@ TUNED = """\
 config: {source: digits, num-clients: 4, model: cnn-fedreco, num-rounds: 2}
 rows:
   FedAvg: {method: fedavg}
-  FedProx: {method: fedprox, tune: {fedprox.mu: [0.1, 1, 10]}, tuned: 1}
+  FedProx: {method: fedprox, tune: {fedprox.mu: [0.1, 1, 10]}}
 claims: [FedProx above FedAvg in result]
 """
 
@@ -281,7 +272,7 @@ def test_the_best_of_the_first_seed_is_run_with_the_others(tmp_path):
     recipe, how, folder = recipe_of(TUNED), options(seeds=[0, 1]), folder_in(tmp_path)
     cell = recipe.cells[1]
 
-    def needed(how=how):
+    def needed():
         runs = (run for _, run in runs_needed([cell], how, folder))
         return [(run.keys["fedprox.mu"], run.seed) for run in runs]
 
@@ -294,8 +285,8 @@ def test_the_best_of_the_first_seed_is_run_with_the_others(tmp_path):
     assert needed() == [(0.1, 0), (1, 0), (10, 0)]  # one is not there yet
     leave(1, 0.9, status=NOT_FINITE)  # is the worst
     assert needed()[3:] == [(10, 1)]
-    # without the full grid, the paper's best alone
-    assert needed(replace(how, full_grid=False)) == [(1, 0), (1, 1)]
+    cell = recipe_of(TUNED.replace("10]}", "10]}, tuned: 1")).cells[1]  # the paper's best alone
+    assert needed() == [(1, 0), (1, 1)]
 
 
 def test_the_seed_that_chose_a_value_favours_its_side_and_is_not_judged(tmp_path):
@@ -312,10 +303,10 @@ def test_the_seed_that_chose_a_value_favours_its_side_and_is_not_judged(tmp_path
     result = results_in(tmp_path, recipe, how)["FedProx", "result"]
     assert result.mean == pytest.approx(60.15)
     (verdict,) = verdicts_in(tmp_path, recipe, how)
-    assert (verdict.word, verdict.seeds, verdict.pairs.tuned_on) == ("reproduced", 2, [0])
+    assert (verdict.decision, verdict.num_seeds, verdict.pairs.tuned_on) == (1, 2, [0])
     failed = run_of(prox, {"fedprox.mu": 1}, 0, how, folder).directory / "summary.json"
     failed.write_text(json.dumps({"status": "failed: no disk"}))
-    assert verdicts_in(tmp_path, recipe, how)[0].word == "not tested"  # not all were tried
+    assert verdicts_in(tmp_path, recipe, how)[0].decision is None  # not all were tried
 
 
 def test_the_best_of_times_is_the_shortest(tmp_path):
@@ -329,6 +320,6 @@ def test_the_best_of_times_is_the_shortest(tmp_path):
 def test_verdicts_are_counted():
     recipe = load_recipe("fedintr-table-3")
     found = judge_all(recipe, {}, THREE)
-    assert tally(found) == f"{len(found)} not tested"
-    mixed = [replace(found[0], word="reproduced"), *found[1:]]
-    assert tally(mixed).startswith(f"1 reproduced, {len(found) - 1} not tested; ")
+    assert tally(found) == f"not tested: {len(found)}"
+    mixed = [replace(found[0], decision=0), *found[1:]]
+    assert tally(mixed).startswith(f"not tested: {len(found) - 1}; undecided: 1; ")

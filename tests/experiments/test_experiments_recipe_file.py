@@ -52,10 +52,10 @@ TWO = "two: {method: fedprox}"
         (TWO, "two: fedprox", 9, "rows.two"),
         (TWO, "two: {take: seconds a round}", 11, "seconds a round"),
         ("two above one in a", "two beats one in a", 11, "two beats one in a"),
-        ("two above one in a", "two above three in a", 11, "'three'"),
+        ("two above one in a", "two above three in a", 11, "three"),
         ("two above one in a", "two within 0 of one in a", 11, "two within 0 of one in a"),
         ("two above one in a", "two above two in a", 11, "two above two in a"),
-        ("two above one in a", "every row above one in a", 11, "'every row'"),
+        ("two above one in a", "every row above one in a", 11, "every row"),
         ("  - two above one in a", "  - two above one in a\nheadlines: [z]", 12, "'z'"),
         ("  one:", "  one: [", 9, ""),
         ("  one:", "\tone:", 8, ""),
@@ -151,18 +151,11 @@ def test_a_name_under_only_is_a_row_a_column_or_a_part_of_one():
         selected(recipe, ["FedAvgg"])
 
 
-@pytest.mark.parametrize(("encoding", "line"), [("utf-16", 1), ("latin-1", 2)])
-def test_a_recipe_in_another_encoding_is_refused_with_its_line(encoding, line, tmp_path):
-    path = tmp_path / "r.yaml"
-    path.write_bytes("rows: {A: {}}\ntitle: Größe\n".encode(encoding))
-    with pytest.raises(ValueError, match=f"^{path}, line {line}: "):
-        load_recipe(str(path))
-
-
-@pytest.mark.parametrize("name", ["fedcka", "mine.txt", "none.yaml", "folder.yaml"])
+@pytest.mark.parametrize("name", ["fedcka", "mine.txt", "none.yaml", "folder.yaml", "utf16.yaml"])
 def test_what_is_no_recipe_is_refused_by_name(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine.txt").write_text(GOOD)
     Path("folder.yaml").mkdir()
+    Path("utf16.yaml").write_text(GOOD, "utf-16")
     with pytest.raises(ValueError, match=name):
         load_recipe(name)

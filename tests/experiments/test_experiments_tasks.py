@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from data_fixtures import random_images
-from experiment_fixtures import TWO_ROWS, leave_all, options, recipe_of
+from experiment_fixtures import TWO_ROWS, leave_all, options
 from filelock import FileLock
 
 from keel.experiments import runner
-from keel.experiments.runs import Options, run_of
+from keel.experiments.runs import Options
 from keel.experiments.tasks import BUSY, FAILED, Resources, digest_of_data, execute, unfit
 from protocol.code import code_version
 from protocol.config import resolve_config
@@ -54,16 +54,9 @@ def test_a_machine_with_other_code_or_data_or_without_the_folder_is_unfit(tmp_pa
 def test_a_run_that_another_runner_has_is_left_alone(tmp_path):
     _, (run, *_) = leave_all(tmp_path, how=options())
     with FileLock(run.beside("lock")):
-        assert execute(run, code_version(), 0) == (BUSY, "")
-    assert execute(run, code_version(), 0) == ("finished", "")
-    assert execute(run, "another", 0)[0] == FAILED
-
-
-def test_a_run_that_has_failed_in_another_runner_is_not_tried_again(tmp_path):
-    cell = recipe_of(TWO_ROWS).cells[0]
-    run = run_of(cell, {}, 0, options(), tmp_path)
-    run.note_failure("no disk")
-    assert execute(run, code_version(), run.failed_at + 1) == ("failed", "no disk")
+        assert execute(run, code_version()) == (BUSY, "")
+    assert execute(run, code_version()) == ("finished", "")
+    assert execute(run, "another")[0] == FAILED
 
 
 @pytest.mark.parametrize(
@@ -74,8 +67,6 @@ def test_a_run_that_has_failed_in_another_runner_is_not_tried_again(tmp_path):
         (["--set", "seed=3"], "--set seed"),
         (["--set", "lr=high"], "lr"),
         (["--set", "lrr=1"], "lrr"),
-        (["--scale", "week"], "week"),
-        (["--grid", "half"], "half"),
         (["--only", "FedAvgg"], "FedAvgg"),
         (["--ray", ""], "--ray"),
         (["--ray", "127.0.0.1:1"], "127.0.0.1:1"),
@@ -99,13 +90,3 @@ def test_seeds_are_the_recipes_before_others(number, seeds, tmp_path, monkeypatc
     words = ["run", str(tmp_path / "r.yaml"), "--output", str(tmp_path), "--seeds", str(number)]
     printed("experiments", *words)
     assert found[0].seeds == seeds
-
-
-def test_a_finished_run_on_other_data_than_todays_is_named(tmp_path, monkeypatch, printed):
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text(TWO_ROWS)
-    _, runs = leave_all(tmp_path, data=["then", *5 * ["now"]])
-    monkeypatch.setattr(runner, "digest_of_data", lambda config: "now")
-    text = printed("experiments", "run", str(recipe), "--output", str(tmp_path))
-    assert runs[0].name in text
-    assert runs[1].name not in text

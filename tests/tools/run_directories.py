@@ -143,7 +143,6 @@ def make_table(
     output: Path,
     name: str,
     only: Sequence[str] = (),
-    scale: str = "paper",
     changes: Mapping[str, Any] | None = None,
     seeds: int = 0,
     diverging: Sequence[str] = (),
@@ -155,7 +154,7 @@ def make_table(
     recipe = load_recipe(name)
     cells = selected(recipe, only)
     numbers = list(range(seeds)) or recipe.seeds
-    options = Options(scale, dict(changes or {}), numbers, full_grid=False)
+    options = Options(dict(changes or {}), numbers)
     output.mkdir(parents=True, exist_ok=True)
     save_job(recipe, options, output, cells)
     here = {
