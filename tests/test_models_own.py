@@ -7,8 +7,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torchvision.models import DenseNet, ResNet, VisionTransformer
-from torchvision.models.resnet import BasicBlock
 
 from models import build_model
 from models.cut import staged
@@ -18,14 +16,20 @@ from protocol.options import ConfigError
 
 
 def resnet(num_classes: int = 3) -> nn.Module:
-    return ResNet(BasicBlock, [1, 1, 1, 1], num_classes)
+    from torchvision.models import ResNet, resnet
+
+    return ResNet(resnet.BasicBlock, [1, 1, 1, 1], num_classes)
 
 
 def densenet(num_classes: int = 3) -> nn.Module:
+    from torchvision.models import DenseNet
+
     return DenseNet(4, (2, 2), 8, num_classes=num_classes)
 
 
 def vit(num_classes: int = 3) -> nn.Module:
+    from torchvision.models import VisionTransformer
+
     return VisionTransformer(32, 8, 2, 2, 16, 32, num_classes=num_classes)
 
 

@@ -5,7 +5,6 @@ import math
 
 import numpy as np
 import pytest
-import sklearn.metrics
 from own_fixtures import cell
 from run_fixtures import SMALL
 
@@ -27,6 +26,8 @@ def predicted():
 
 
 def test_scores_are_those_of_scikit_learn(predicted):
+    import sklearn.metrics
+
     p, y = predicted
     guess, there = p.argmax(1), sorted({*y.tolist(), *p.argmax(1).tolist()})
     one_against_others = [sklearn.metrics.roc_auc_score(y == k, p[:, k]) for k in range(4)]

@@ -1,14 +1,12 @@
 """An exported model, used as its metadata says, gives what `keel predict` gives."""
 
 import json
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 from data_fixtures import random_images, save_image
 from PIL import ExifTags, Image, ImageOps
-
-pytest.importorskip("onnxscript")
-onnx = pytest.importorskip("onnx")
 
 CLASSES = ("ant", "bee")
 KEYS = {"num-rounds": 1, "lr": 0.05, "local-epochs": 2, "min-samples": 1, "data-fraction": 1.0}
@@ -48,6 +46,7 @@ def odd_files(folder, depth):
     return sorted(folder.iterdir())
 
 
+@pytest.mark.skipif(not find_spec("onnxscript"), reason="needs the extra `export`")
 @pytest.mark.parametrize(
     ("channels", "depth", "keys"),
     [
@@ -56,6 +55,8 @@ def odd_files(folder, depth):
     ],
 )
 def test_an_exported_model_gives_what_predict_gives(run, tmp_path, printed, channels, depth, keys):
+    import onnx
+
     for split in ("train", "test"):
         for i, pixels in enumerate(random_images(20, 40, 44, seed=len(split))):
             bright = pixels // 2 + 120 * (i % 2)

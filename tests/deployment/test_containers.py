@@ -25,7 +25,6 @@ import numpy as np
 import pytest
 import yaml
 from run_fixtures import wait_until
-from sklearn.datasets import load_digits
 
 from keel.deployment.credentials import make_credentials
 from keel.deployment.keys import make_key
@@ -185,6 +184,8 @@ def image(work, docker):
 
 def write_part(folder, number):
     """A third of scikit-learn's digits, as a site's own npz file."""
+    from sklearn.datasets import load_digits
+
     images, labels = load_digits(return_X_y=True)
     part = slice(number, None, len(clients))
     images = (images.reshape(-1, 8, 8) * 15).astype(np.uint8)[part]

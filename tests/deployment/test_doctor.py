@@ -6,10 +6,6 @@ import subprocess
 
 import pytest
 from deployment_fixtures import doctor, problem, program, result
-from flwr.server.superlink.fleet.grpc_rere.node_auth_server_interceptor import (
-    MAX_TIMESTAMP_DIFF,
-    MIN_TIMESTAMP_DIFF,
-)
 
 import flower_adapter.registration
 from client_app import site_privacy
@@ -124,6 +120,8 @@ def check_key(folder, made):
 
 
 def test_a_key_that_is_known_or_unknown_and_a_clock_that_is_refused(made, answered):
+    from flwr.server.superlink.fleet.grpc_rere import node_auth_server_interceptor as flowers
+
     answered(Registration.KNOWN)
     assert not check_key(made / "site-a", made)[0]
     answered(Registration.UNKNOWN)
@@ -133,8 +131,8 @@ def test_a_key_that_is_known_or_unknown_and_a_clock_that_is_refused(made, answer
     answered(Registration.CLOCKS_DIFFER, "Invalid timestamp")
     is_problem, text = check_key(made / "site-a", made)
     assert is_problem
-    assert f"more than {-MIN_TIMESTAMP_DIFF} seconds ahead" in text
-    assert f"more than {MAX_TIMESTAMP_DIFF // 60} minutes behind" in text
+    assert f"more than {-flowers.MIN_TIMESTAMP_DIFF} seconds ahead" in text
+    assert f"more than {flowers.MAX_TIMESTAMP_DIFF // 60} minutes behind" in text
     assert f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}" in text
 
 
