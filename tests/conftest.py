@@ -18,7 +18,6 @@ import pytest
 
 if TYPE_CHECKING:
     from run_fixtures import Overrides
-    from superlink_fixtures import SuperLink
 
     from data.sources import Source
 
@@ -219,21 +218,3 @@ def task_identity(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("_run_id", "_task_id", "_node_id"):
         monkeypatch.setattr(TaskIdentity, name, 1)
-
-
-@pytest.fixture(scope="session")
-def superlink(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SuperLink]:
-    """One SuperLink for all tests, ended with everything that it started."""
-    from superlink_fixtures import SuperLink
-
-    link = SuperLink(tmp_path_factory.mktemp("superlink"))
-    try:
-        for _ in range(3):  # `flwr` gives a SuperLink 15 s, too few on a busy machine
-            started = link.flwr("list")
-            if started.returncode == 0:
-                break
-        assert started.returncode == 0, started.stdout
-        yield link
-    finally:
-        left = link.close()
-    assert left == [], f"processes are left behind: {left}"

@@ -151,6 +151,19 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert without_times(history_of(one)) == without_times(history_of(other))
 
 
+def inheriting(variable: str, value: str) -> list[tuple[int, str]]:
+    """(process id, command) of the living processes with this variable in their environment."""
+    entry, found = f"{variable}={value}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if entry in (folder / "environ").read_bytes().split(b"\0"):
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found.append((int(folder.name), command))
+        except OSError:  # it has ended, or belongs to another user
+            continue
+    return found
+
+
 def wait_until(
     holds: Callable[[], object],
     limit_s: float = 100.0,

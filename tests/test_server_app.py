@@ -47,9 +47,11 @@ def test_a_run_uses_the_overrides_prints_a_line_a_round_and_the_table(
     assert grid._retry_invoker.max_time == SUPERLINK_TIMEOUT_S
 
 
-def test_a_mistake_is_one_line_without_the_traceback_below(capsys):
+def test_a_mistake_is_one_line_without_the_traceback_below_and_leaves_no_folder(tmp_path, capsys):
+    output = {"output-dir": str(tmp_path / "runs")}
     with pytest.raises(RuntimeError, match="fedavgg") as caught:
-        main(Deployment({"method": "fedavgg"}), context)
+        main(Deployment({"method": "fedavgg"} | output), context)
     assert caught.value.__suppress_context__
     [line] = capsys.readouterr().out.splitlines()
     assert "error: method = 'fedavgg'" in line
+    assert not (tmp_path / "runs").exists()

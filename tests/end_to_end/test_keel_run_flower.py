@@ -2,12 +2,13 @@
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
 from cluster_fixtures import assert_only_who_has_the_token_joins
 from deployment_fixtures import refusing_proxy
-from run_fixtures import SMALL, assert_same_run, keel_run, summary_of, wait_until
+from run_fixtures import SMALL, assert_same_run, inheriting, keel_run, summary_of, wait_until
 
 from keel.saved_runs import SavedRun
 from protocol.ray_nodes import Node
@@ -31,37 +32,29 @@ def started(home, *arguments, **variables):
     return keel_run("--engine", "flower", *arguments, cwd=home, env=os.environ | own)
 
 
-def started_by(home):
-    """(process id, command) of the living processes that inherited the environment."""
-    entry, found = f"{MARK}={home}".encode(), []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if entry in (folder / "environ").read_bytes().split(b"\0"):
-                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                found.append((int(folder.name), command))
-        except OSError:
-            continue
-    return found
-
-
 def test_a_run_outlives_a_worker_is_stopped_by_ctrl_c_and_resumed_to_the_same_bits(
     tmp_path, no_pictures
 ):
     home = tmp_path / "home"
     home.mkdir()
     directory, out = home / "runs" / "cut", ""
+    of_the_run = partial(inheriting, MARK, str(home))
     arguments = [*words, "num-rounds=1000", "run-name=cut", "--clients", "3"]
     with refusing_proxy() as (proxy, asked), started(home, *arguments, **proxy) as process:
         for line in process.stdout:
             out += line
             if line.startswith("round    2/1000   personal"):
-                workers = [pid for pid, text in started_by(home) if "ClientAppActor" in text]
+                workers = [pid for pid, text in of_the_run() if "ClientAppActor" in text]
                 os.kill(workers[0], signal.SIGKILL)
             if line.startswith("round    4/1000   personal"):
                 break
-        raylets = [Path(f"/proc/{pid}") for pid, text in started_by(home) if "/raylet " in text]
+        process.send_signal(
+            signal.SIGSTOP
+        )  # or it trains rounds meanwhile, all of which are repeated
+        raylets = [Path(f"/proc/{pid}") for pid, text in of_the_run() if "/raylet " in text]
         assert_only_who_has_the_token_joins(raylets[0])
         process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGCONT)
         rest, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert asked == []  # of loopback, which a proxy would refuse
@@ -69,7 +62,7 @@ def test_a_run_outlives_a_worker_is_stopped_by_ctrl_c_and_resumed_to_the_same_bi
     assert "keel resume cut" in out + rest
     num = len(RunReader(directory).manifest["workers"])
     assert f": {num} on cpu" in out[: out.index("round    1/1000")]
-    wait_until(lambda: not started_by(home))  # a process that was killed is there for a moment
+    wait_until(lambda: not of_the_run())  # a process that was killed is there for a moment
 
     done = SavedRun(directory).last_round
     run_inline({"resume": str(directory), "num-rounds": done + 1}, 3)
