@@ -28,11 +28,7 @@ def home(tmp_path, monkeypatch):
 @pytest.mark.parametrize("worker", ["", "/run/keel/worker.sock"])
 @pytest.mark.parametrize("own", [{}, {"state-dir": "/elsewhere"}])
 @pytest.mark.parametrize(
-    "run_dir",
-    [
-        *("..", ".", "", "/", "/srv/runs/..", "../x", "a/b", "a/", "/runs/../etc/x"),
-        *(".hidden", "a b", "a\nb", "a\0b", "a\\b", "\u202ea", "x" * 129, "~"),
-    ],
+    "run_dir", ["..", "", "/srv/runs/..", "a/b", "/runs/../etc/x", ".hidden", "a\0b", "x" * 129]
 )
 def test_a_run_dir_with_odd_parts_is_refused(home, monkeypatch, worker, own, run_dir):
     monkeypatch.setenv("KEEL_WORKER", worker)

