@@ -59,7 +59,7 @@ def as_decoded(content):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.sampled_from(FILES),
     st.sampled_from(list(DAMAGES)),
