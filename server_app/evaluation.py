@@ -17,7 +17,6 @@ from server_app.confusion import note_confusion
 from server_app.history import Line
 from server_app.record import client_fields
 from server_app.start import Question, Run
-from strategies.cohort import BACKOFF_ROUNDS
 from strategies.validation import RECORD_BYTES, RoundReport
 
 log = logging.getLogger("keel.server")
@@ -78,7 +77,6 @@ def not_to_evaluate(run: Run, number: int, clients: Set[str], silent: Set[str]) 
     """Those of these clients that are not asked to evaluate, and why: each may cost a timeout."""
     strategy = run.experiment.strategy
     reasons = {
-        "no answer to the last evaluations": run.evaluation_backoff.backed_off(number, clients, 0),
         "in backoff": strategy.cohort.backed_off(number),
         "no answer in this round's training": silent,
         "not connected": strategy.cohort.away,
@@ -102,16 +100,7 @@ def ask_to_evaluate(
     question.ask(replies.append, 2 * RECORD_BYTES)
     strategy.aggregate_evaluate(number, replies)
     report, strategy.report = strategy.report, RoundReport()
-    answered = set(clients) - question.silent
-    for client in run.evaluation_backoff.note(number, answered, question.silent):
-        log.warning(
-            "%s: client %s gave no answer to %d evaluations in a row; it is not evaluated for %d "
-            "rounds",
-            what,
-            client,
-            run.evaluation_backoff.failures[client],
-            BACKOFF_ROUNDS,
-        )
+    strategy.cohort.note(number, set(clients) - question.silent, question.silent)
     if report.left_out:
         run.audit.note("rejected", round=number, kind="evaluate", clients=report.left_out)
     return report, question.num_bytes

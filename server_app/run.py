@@ -130,12 +130,11 @@ def sample(run: Run, number: int, arrays: Arrays) -> list[Message]:
 
 def end_backoffs(run: Run, number: int) -> None:
     """Have the clients in backoff that answer again take part again."""
-    backoffs = run.experiment.strategy.cohort.backoff, run.evaluation_backoff
-    waiting = {c for each in backoffs for c, last in each.last_rounds.items() if number <= last}
+    backoff = run.experiment.strategy.cohort.backoff
+    waiting = {client for client, last in backoff.last_rounds.items() if number <= last}
     for client in sorted(run.pool.returned(waiting)):
         log.info("client %s answers again, and takes part from round %d on", client, number)
-        for each in backoffs:
-            each.end([client])
+        backoff.end([client])
 
 
 def ask(run: Run, number: int, messages: Sequence[Message]) -> Question:

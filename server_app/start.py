@@ -39,7 +39,6 @@ from server_app.run_directory import (
 )
 from server_app.run_reader import new_path
 from server_app.trackers import check_trackers
-from strategies.cohort import Backoff
 
 log = logging.getLogger("keel.server")
 # the experiment, and the directory of the run that is resumed, to its clients
@@ -56,7 +55,6 @@ class Run:
     directory: RunDirectory
     start: Checkpoint
     monitor: Monitor | None
-    evaluation_backoff: Backoff  # clients that gave no answer to evaluations
     # told what is asked, how many clients have answered, and how many were asked
     progress: Callable[[str, int, int], None] = lambda what, num_replies, num_asked: None
     # warnings that the summary repeats, beside those on the data
@@ -170,8 +168,7 @@ def start_run(
     directory = resumed or new_run_directory(config)
     if not resumed:
         held.callback(directory.close)
-    backoff = Backoff(config.rounds.backoff_after)
-    run = Run(experiment, pool, clients, directory, start, monitor, backoff)
+    run = Run(experiment, pool, clients, directory, start, monitor)
     run.notes = noise_warnings(config, len(experiment.strategy.cohort.sample(1)), start.arrays)
     run.notes += unused_warnings(config, clients.num) if clients.are_simulated else []
     warnings += [*run.notes, *config_warnings(config), *experiment.source.notes]
