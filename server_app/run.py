@@ -70,7 +70,6 @@ def run_rounds(
 ) -> None:
     """All rounds from the first or the checkpoint's, then the final model and the report."""
     history = run.directory.rewind(run.start.round)
-    run.loss_terms = {f"loss.{name}" for line in history for name in line["losses"]}
     reporter = Reporter(run, history, observers)
     at_exit(reporter.interrupted)
     run.progress = reporter.replied
@@ -172,9 +171,7 @@ def training_line(run: Run, number: int, question: Question, report: RoundReport
     """The part of the round's line that is about training."""
     strategy = run.experiment.strategy
     weights = strategy.counts(report.accepted)
-    line: Line = training_fields(
-        number, report, question.num_bytes, weights, run.loss_terms, question.seconds
-    )
+    line: Line = training_fields(number, report, question.num_bytes, weights, question.seconds)
     line["backed_off"] = question.backed_off
     line["late"] = run.pool.take_late()
     return line

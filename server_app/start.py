@@ -59,8 +59,6 @@ class Run:
     progress: Callable[[str, int, int], None] = lambda what, num_replies, num_asked: None
     # warnings that the summary repeats, beside those on the data
     notes: Sequence[str] = ()
-    # the names of the loss metrics of all rounds so far
-    loss_terms: set[str] = field(default_factory=set)
     # the scores of `metrics` that a warning has named, of clients and of the global model
     missing_scores: set[str] = field(default_factory=set)
     missing_global_scores: set[str] = field(default_factory=set)
