@@ -8,7 +8,7 @@ from string import ascii_letters, digits
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_protocol_messages import message
 
@@ -135,14 +135,33 @@ entry = RosterEntry("site-a", [3, 4], [1, 2], [1, 28, 28], "cnn", 8, "flwr 1", 0
 @given(
     st.dictionaries(st.sampled_from([*vars(entry)]), json_values, max_size=3), st.text(max_size=99)
 )
-def test_any_roster_entry_is_read_or_rejected_in_one_line(changes, text):
-    for sent in (json.dumps(vars(entry) | changes), json.dumps(changes), text):
+@example({"label_counts": [1.5, 2]}, "")
+@example({"label_counts": [-1, 2]}, "")
+@example({"label_counts": [10]}, "")  # others than test_label_counts
+@example({"image_shape": [10] * 100_000}, "")
+@example({"num_partitions": "2"}, "")
+@example({"representation_width": True}, "")
+def test_any_roster_entry_is_read_or_rejected_in_one_line_that_names_what_is_odd(changes, text):
+    def read(sent):
         asked = message(RecordDict({"roster": ConfigRecord({"entry": sent})}))
-        found, reason = outcome(lambda asked=asked: read_roster(asked))
+        found, reason = outcome(lambda: read_roster(asked))
         assert in_one_line(reason, 1000) == reason
-        if found:
-            assert is_client_name(found.client)
-            assert in_one_line(found.versions) == found.versions
+        return found, reason
+
+    found, reason = read(json.dumps(vars(entry) | changes))
+    if found:
+        assert is_client_name(found.client)
+        assert in_one_line(found.versions) == found.versions
+        assert isinstance(found.model, str)
+        assert len(found.label_counts) == len(found.test_label_counts)
+        assert len(found.image_shape) == 3
+        counts = *found.label_counts, *found.test_label_counts, *found.image_shape
+        counts = *counts, found.num_partitions, found.representation_width
+        assert all(type(count) is int and count >= 0 for count in counts)
+    else:
+        assert any(name in reason for name in changes)
+    for sent in (json.dumps(changes), text):
+        read(sent)
 
 
 @pytest.mark.parametrize(

@@ -103,33 +103,6 @@ def test_another_protocol_is_refused_with_the_clients_name_and_both_versions(spo
     assert all(word in text for word in ("site-a", str(spoken), "0.0.9", keel_version()))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("label_counts", "abc"),
-        ("label_counts", None),
-        ("label_counts", [1.5] * 10),
-        ("label_counts", [-1] * 10),
-        ("label_counts", [10] * 9),
-        ("image_shape", [10] * 100_000),
-        ("test_label_counts", None),
-        ("client", ["a"]),
-        ("image_shape", 32),
-        ("num_partitions", "2"),
-        ("num_partitions", [2]),
-        ("representation_width", True),
-        ("model", 5),
-    ],
-)
-def test_an_entry_of_odd_values_is_refused_by_name(name, value):
-    said = asdict(entry("site-a")) | {name: value}
-    with pytest.raises(ValueError, match=name):
-        read_roster(message(said))
-
-
-# --- what a method asks of the clients ------------------------------------------------------------
-
-
 def test_a_saved_roster_comes_back_and_a_damaged_one_is_named(tmp_path):
     path, entries = tmp_path / "roster.json", {7: entry("a"), 5: entry("b")}
     save_roster(path, entries)
