@@ -98,19 +98,22 @@ def test_an_npz_file_without_names_takes_part_only_where_they_are_given(
 
 
 @pytest.mark.parametrize(
-    "classes",
-    [["cat", "dog", "eel"], [b"cat", b"dog"], ["0=cat", "1=dog"], ["1=dog", "0=cat", "7=yak"]],
+    ("pairs", "names"),
+    [
+        *(
+            ([(0, 0), (1, 1)], {"classes": np.array(classes)})
+            for classes in (
+                *(["cat", "dog", "eel"], [b"cat", b"dog"], ["0=cat", "1=dog"]),
+                ["1=dog", "0=cat", "7=yak"],
+            )
+        ),
+        ([(2, "eel"), (0, "cat")], {}),  # labels may be names themselves
+    ],
 )
-def test_the_names_may_stand_in_the_file(tmp_path, classes):
-    spec = npz(tmp_path / "b.npz", [(0, 0), (1, 1)], classes=np.array(classes))
-    own = open_site(resolve_config(KEYS), spec, "", ())
-    run_labels = labels_in_run(own, NAMES)
-    assert np.array_equal(run_labels[own.train.labels], np.repeat([0, 1], 6))
-
-
-def test_labels_may_be_names_themselves(tmp_path):
-    own = open_site(resolve_config(KEYS), npz(tmp_path / "b.npz", [(2, "eel"), (0, "cat")]), "", ())
-    assert np.array_equal(labels_in_run(own, NAMES)[own.train.labels], np.repeat([2, 0], 6))
+def test_the_names_may_stand_in_the_file(tmp_path, pairs, names):
+    own = open_site(resolve_config(KEYS), npz(tmp_path / "b.npz", pairs, **names), "", ())
+    expected = np.repeat([label for label, _ in pairs], 6)
+    assert np.array_equal(labels_in_run(own, NAMES)[own.train.labels], expected)
 
 
 def test_numbers_are_matched_with_names_as_text(deployment, tmp_path):
@@ -190,17 +193,10 @@ def test_what_a_server_without_images_has_to_be_told(deployment, tmp_path, key, 
 
 def test_a_simulation_needs_a_data_set(run, refusal):
     assert "source = 'sites'" in refusal("run", "source=sites", "--clients", "2")
-    with pytest.raises(ConfigError) as refusal:
-        run(
-            {
-                "source": "sites",
-                "classes": "a,b",
-                "normalise": "half",
-                "image-size": 32,
-                "channels": 1,
-            }
-        )
-    assert refusal.value.key == "source"
+    keys = {"classes": "a,b", "normalise": "half", "image-size": 32, "channels": 1}
+    with pytest.raises(ConfigError) as refused:
+        run(keys | {"source": "sites"})
+    assert refused.value.key == "source"
 
 
 def test_images_of_16_bits_need_one_window_for_all_sites(deployment, tmp_path):
