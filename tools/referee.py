@@ -85,12 +85,15 @@ def play(names: Iterable[str], into: Path) -> None:
 def run(name: str, directory: Path) -> Any:
     """The `keel.Run` of one entry of RUNS."""
     import keel
-    from protocol.config import default_config
+    from protocol.config import default_config, resolve_config
+    from server_app.checks import unused_keys
 
     config = {**SETTINGS, **RUNS[name], "output-dir": str(directory)}
     if "train-fraction" not in default_config():  # an older commit
         config["fraction-train"] = config.pop("train-fraction")
     config["run-name"] = re.sub(r"\W+", "-", name)
+    for key in unused_keys(resolve_config(config)):  # is refused: FedReCo has rates of its own
+        config.pop(key, None)
     if name == ON_RAY:
         share = len(os.sched_getaffinity(0)) / 2
         return keel.run(
