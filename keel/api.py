@@ -225,14 +225,8 @@ def load_model(run: "str | Path | Run", client: str = "") -> "TrainedModel":
 
 
 def _merged(config: Mapping[str, Any] | None, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of both; ValueError for one that is set twice or is no text."""
-    if not isinstance(config, Mapping | None):
-        raise ValueError(
-            f"config = {config!r}: expected a dict of keys, such as {{'method': 'fedavg'}}"
-        )
+    """The keys of both; ConfigError for one that is set twice."""
     merged, known = dict(config or {}), default_config().keys()
-    if odd := [key for key in merged if not isinstance(key, str)]:
-        raise ValueError(f"config key = {odd[0]!r}: expected a string, such as 'method'")
     for name, value in keys.items():
         key = name.replace("_", "-")
         key = key if key in known else name  # as it was written, for the error

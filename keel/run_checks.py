@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from keel.interrupts import uninterrupted
 from protocol.config import RunConfig, resolve_config
-from protocol.data_keys import DataConfig
 from protocol.models import model_spec
 from protocol.options import ConfigError, OptionValue
 from protocol.own_code import Own
@@ -79,8 +78,6 @@ def check_simulated(config: RunConfig, num_clients: int) -> None:
     size = data_size(config)
     if not size:
         return
-    if data.data_fraction < 1:
-        check_share(data, size.num_train, size.num_classes, num_clients)
     match data.partition:
         case "iid" | "dirichlet-balanced":
             check_num_clients(size.num_train, num_clients)
@@ -110,21 +107,6 @@ def data_size(config: RunConfig) -> "PublishedSizes | None":
         data.channels or preferred.channels,
         data.pool_test,
     )
-
-
-def check_share(data: DataConfig, num_train: int, num_classes: int, num_clients: int) -> None:
-    """ConfigError if `data-fraction` leaves fewer images than the partition needs in any case."""
-    # at least one image of each class
-    max_left = min(num_train, int(data.data_fraction * num_train) + num_classes)
-    each = {"dirichlet": data.min_samples, "shards": data.shards_per_client}.get(data.partition, 1)
-    if each * num_clients > max_left:
-        key = {"dirichlet": "min-samples", "shards": "shards-per-client"}.get(data.partition)
-        with_key = f" with {key} = {each}" if key else ""
-        raise ConfigError(
-            "data-fraction",
-            f"data-fraction = {data.data_fraction:g} leaves at most {max_left:,} training images, "
-            f"and {num_clients} clients{with_key} need {each * num_clients:,}: raise data-fraction",
-        )
 
 
 def check_new_directory(config: RunConfig) -> None:

@@ -77,8 +77,6 @@ REMOTE = {"engine": Engine.deployment, "federation": "a:1"}
         ({"federation": "x"}, "federation"),
         (REMOTE | {"clients": 3}, "clients"),
         (FLOWER | {"cpus_per_client": 0.5}, "cpus_per_client"),
-        (FLOWER | {"cpus_per_client": float("inf")}, "cpus_per_client"),
-        (FLOWER | {"gpus_per_client": float("nan")}, "gpus_per_client"),
         (FLOWER | {"gpus_per_client": 1.5}, "gpus_per_client"),
         (FLOWER | {"ray": ""}, "ray"),
     ],
@@ -93,7 +91,6 @@ def test_an_option_that_does_not_fit_is_named(options, name):
     ("overrides", "options", "key"),
     [
         ({"fedcka.mu": -1.0, "method": "fedcka"}, {}, "fedcka.mu"),
-        ({"source": "digits", "data-fraction": 1e-9}, {}, "data-fraction"),
         ({"device": "cuda:1"}, FLOWER, "device"),
         ({"device": "cuda:2"}, FLOWER | {"gpus_per_client": 2}, "device"),
         ({"output-dir": "/dev/null/runs"}, {}, "output-dir"),

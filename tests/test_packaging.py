@@ -15,8 +15,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from source_fixtures import imports_of
 
-from protocol import config
-
 root = Path(__file__).parent.parent
 project = tomllib.loads((root / "pyproject.toml").read_text())
 packages = [
@@ -69,15 +67,6 @@ def test_every_package_directory_is_packaged():
             assert (file.parent / "__init__.py").exists(), f"{file.parent} has no __init__.py"
 
 
-def test_an_installed_keel_reads_the_copy_of_pyproject_in_its_wheel(tmp_path, monkeypatch):
-    (tmp_path / "protocol").mkdir()
-    (tmp_path / "pyproject.toml").touch()
-    monkeypatch.setattr(config, "app_folder", tmp_path)
-    assert config.project_file() == tmp_path / "pyproject.toml"
-    (tmp_path / "protocol" / "pyproject.toml").touch()
-    assert config.project_file() == tmp_path / "protocol" / "pyproject.toml"
-
-
 def test_the_minimum_python_is_the_same_everywhere():
     minimum = project["project"]["requires-python"].removeprefix(">=")
     assert project["tool"]["mypy"]["python_version"] == minimum
@@ -100,6 +89,5 @@ def test_a_users_file_that_hides_a_package_is_named(file, tmp_path):
         capture_output=True,
         text=True,
     )
-    name = file.partition("/")[0].removesuffix(".py")
-    said = f"ImportError: {hiding.resolve()} hides Keel's package '{name}': rename it"
-    assert said in done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("ImportError: ")]
+    assert str(hiding.resolve()) in line

@@ -10,27 +10,22 @@ from protocol.own_code import find, is_spec
 
 NUM_CLASSES = 10
 DEFAULT_INPUT = (3, 32)  # (channels, pixels) of a model whose paper names none
-ABOUT_COLUMNS = (
-    "Width: entries of one image's representation if the model is split after this layer.\n"
-    "Fits: models that may train together in FedReCo at this split (equal widths)."
-)
+ABOUT_WIDTH = "Width: entries of one image's representation if the model is split after this layer."
 
 
 def models(name: NameArgument = None, as_json: JsonOption = False) -> None:
     """List the models, or show one, also FILE.py:NAME or torchvision:NAME, with its layers."""
     if name is None:
-        layers = all_layers()
-        rows = [model_row(each, layers[each]) for each in MODELS]
+        rows = [model_row(each, layers_of(each)) for each in MODELS]
         show(rows, as_json, "Models", f"Parameters with {NUM_CLASSES} classes.")
         return
-    is_keels = not is_spec(name)
-    if is_keels:
+    if not is_spec(name):
         refuse_unknown("model", name, list(MODELS))
-    layers = all_layers() | {name: layers_of(name)}
-    row = model_row(name, layers[name]) | {"least size": least_size_of(name)}
-    show_one(row, {"layers": layer_rows(name, layers)}, as_json)
+    layers = layers_of(name)
+    row = model_row(name, layers) | {"least size": least_size_of(name)}
+    show_one(row, {"layers": layers}, as_json)
     if not as_json:
-        terminal_console().print(ABOUT_COLUMNS)
+        terminal_console().print(ABOUT_WIDTH)
 
 
 def model_row(name: str, layers: list[Row]) -> Row:
@@ -70,24 +65,6 @@ def least_size_of(name: str) -> int:
 
     uncut = maker(name, own_network(name), channels, NUM_CLASSES) if is_spec(name) else make
     return least_size(uncut, channels)
-
-
-def layer_rows(name: str, layers: dict[str, list[Row]]) -> list[Row]:
-    """One row per stage, with the models whose representation has the same width there."""
-    widths = {
-        other: {(row["layer"], row["width"]) for row in rows if row["width"]}
-        for other, rows in layers.items()
-        if other != name
-    }
-    return [
-        row | {"fits": [other for other in widths if (row["layer"], row["width"]) in widths[other]]}
-        for row in layers[name]
-    ]
-
-
-def all_layers() -> dict[str, list[Row]]:
-    """The rows of `layers_of` of every model."""
-    return {each: layers_of(each) for each in MODELS}
 
 
 def layers_of(name: str) -> list[Row]:

@@ -139,11 +139,6 @@ def test_output_to_a_full_disk_is_one_line(word):
         (["run", "--method", "fedavg"], "method=VALUE"),
         (["run", "--rounds", "3"], "num-rounds"),
         (["predict", "run", "-x.png"], "-- before"),
-        # an empty path or run, such as a shell's variable that is not set
-        (["list", ""], "DIRECTORY"),
-        (["export", "RUN", "--to", "csv", "--output="], "--output"),
-        (["stop", ""], "RUN"),
-        (["compare", "RUN", ""], "RUN"),
     ],
 )
 def test_a_mistyped_command_or_option_is_one_line(words, meant, refusal):

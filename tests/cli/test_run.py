@@ -36,7 +36,6 @@ def test_options_that_do_not_fit_are_one_line(refusal, words, named):
         (["--engine", "flower", "evaluate-clients=all"], "local-test-fraction"),
         (["min-replies=11"], "min-replies"),
         (["aggregation=krum", "num-malicious=9"], "num-malicious"),
-        (["source=digits", "data-fraction=1e-9", "partition=iid", "--clients", "11"], "data-frac"),
         (["data-fraction=0.5", "partition=classes", "classes-per-client=11"], "classes-per-client"),
         (["partition=iid", "--clients", "10000000000"], "num-clients"),
         (["min-samples=5000"], "min-samples"),

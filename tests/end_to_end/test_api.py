@@ -163,19 +163,15 @@ def test_a_process_that_was_forked_after_torch_had_computed_is_refused(made):
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [
-        ({"config": "fedavg"}, "config"),
-        ({"config": {1: 2}}, "config key"),
         ({"config": {"alpha": 1.0}, "alpha": 2.0}, "alpha"),
         ({"method": 3}, "method"),
         ({"mehtod": "fedcka"}, "mehtod"),
         ({"lambda_": 3}, "lambda_"),
         ({"engine": "ray"}, "engine"),
-        *(({"clients": clients}, "clients") for clients in ("3", 0, -1, 2.0, True)),
+        ({"clients": 0}, "clients"),
         ({"clients": 3, "num_clients": 4}, "clients"),
         ({"gpus_per_client": 0.5}, "gpus_per_client"),
         ({"engine": "flower", "cpus_per_client": 0.5}, "cpus_per_client"),
-        ({"engine": "flower", "cpus_per_client": "2"}, "cpus_per_client"),
-        ({"engine": "flower", "ray": 6379}, "ray"),
         ({"engine": "flower", "ray": "10.0.0.1"}, "ray"),
     ],
 )

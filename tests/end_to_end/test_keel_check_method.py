@@ -53,5 +53,5 @@ class Summing(keel.LocalObjective):
 def test_a_sum_in_the_order_of_a_set_differs_after_resuming(tmp_path, monkeypatch):
     """Within one process a set of names has one order."""
     (tmp_path / "summing.py").write_text(SUMMING)
-    with pytest.raises(CheckFailed, match="differs after resuming in another process, in which se"):
+    with pytest.raises(CheckFailed):
         resume_is_exact(Subject(f"{tmp_path / 'summing.py'}:Summing", tmp_path))

@@ -2,7 +2,6 @@
 
 python -m tests.tools.run_directories many DIRECTORY --runs 1000 --rounds 100
 python -m tests.tools.run_directories large DIRECTORY --clients 10000 --rounds 1000
-python -m tests.tools.run_directories table DIRECTORY --recipe fedrcl-table-1
 """
 
 import argparse
@@ -180,17 +179,14 @@ def make_table(
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("many", "large", "table"))
+    parser.add_argument("what", choices=("many", "large"))
     parser.add_argument("directory", type=Path)
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--clients", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--recipe", default="fedrcl-table-1")
     given = parser.parse_args()
     if given.what == "many":
         make_many(given.directory, given.runs, given.rounds)
-    elif given.what == "table":
-        make_table(given.directory, given.recipe)
     else:
         make_large(given.directory, given.clients, given.rounds)
 
