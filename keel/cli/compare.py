@@ -1,6 +1,5 @@
 """`keel compare`: runs in one table and one plot."""
 
-import io
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -87,12 +86,10 @@ def compare(
     figure = curves_of(found, by or differing, of or "", band)
     with nullcontext() if plot else private_files():
         path.parent.mkdir(parents=True, exist_ok=True)
-        picture = io.BytesIO()
         try:
-            figure.savefig(picture, dpi=150, format=path.suffix[1:])
+            figure.savefig(path, dpi=150)
         except ValueError as error:  # an unknown format
             raise ValueError(f"--output {path}: {error}") from error
-        write_output(path, picture.getvalue())
     print(f"plot: {path}")
 
 

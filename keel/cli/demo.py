@@ -1,6 +1,5 @@
 """`keel demo`: FedAvg and FedRCL on scikit-learn's digits over three seeds."""
 
-import io
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from keel.job import EngineOptions
 from keel.saved_runs import SavedRun
 from keel.tables import print_table
 from protocol.config import keel_home
-from protocol.files import private_files, write_output
+from protocol.files import private_files
 from protocol.options import OptionValue
 from server_app.history import curve
 
@@ -131,7 +130,8 @@ def verdict(finals: Finals, title: str) -> str:
 
 def plotted(runs: Sequence[SavedRun]) -> Path:
     """Draw each score over rounds, the mean of each method with its range; returns the picture."""
-    from keel.results import bands  # imports more than the other functions need
+    from data.plots import save_png  # these import more than the other functions need
+    from keel.results import bands
     from server_app.plots import band_figure
 
     panels = {
@@ -140,7 +140,5 @@ def plotted(runs: Sequence[SavedRun]) -> Path:
     }
     path = keel_home() / "demo.png"
     with private_files():
-        picture = io.BytesIO()
-        band_figure(panels).savefig(picture, dpi=150, format="png")
-        write_output(path, picture.getvalue())
+        save_png(band_figure(panels), path)
     return path

@@ -277,7 +277,7 @@ def test_options_of_other_methods_are_left_out(tmp_path):
 
 
 def test_a_comparison_does_not_overwrite_the_plot_of_another(two, home, printed, monkeypatch):
-    monkeypatch.setattr(Figure, "savefig", lambda *where, **how: None)
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **how: path.touch())
     plots = [
         printed("compare", *names).splitlines()[-1].removeprefix("plot: ")
         for names in (["one", "other"], ["one"], ["other", "one"], ["one", "other"])
