@@ -7,7 +7,7 @@
 """
 
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from keel.interrupts import uninterrupted
@@ -34,13 +34,12 @@ def run(
     overrides: Mapping[str, OptionValue],
     options: EngineOptions,
     quiet: bool = False,
-    hidden: Container[str] = (),
     own: Mapping[str, Own] | None = None,
 ) -> SavedRun | None:
     """Execute a run and show its progress; returns its directory once it has finished.
 
-    hidden: labels of rows of the plan that are not shown. own: what specs in the config name, where
-    Python has handed over an object. None: on a deployment, where the directory is on the server.
+    own: what specs in the config name, where Python has handed over an object. None: on a
+    deployment, where the directory is on the server.
     Raises what `prepare` and `execute` raise.
     """
     try:
@@ -54,7 +53,7 @@ def run(
             terminal.resume_command = f"keel resume {job.resumed.reference}"
         rows = plan_rows(job)
         terminal.shown = dict(rows)
-        terminal.plan([row for row in rows if row[0] not in hidden])
+        terminal.plan(rows)
     except KeyboardInterrupt:
         if not quiet:
             print(NOT_RESUMED if overrides.get("resume") else NOT_STARTED)

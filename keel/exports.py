@@ -3,7 +3,7 @@
 import csv
 import io
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 
 def word_of(letter: str) -> str:
@@ -33,7 +33,6 @@ LATEX = {
     "→": r"$\to$",
     **{letter: f"$\\{word_of(letter)}$" for letter in GREEK},
 }
-Groups = Sequence[tuple[str, int]]  # name and number of columns
 
 
 def harmless(cell: str) -> str:
@@ -57,25 +56,3 @@ def csv_text(rows: Iterable[Iterable[object]]) -> str:
 def latex(text: str) -> str:
     """Text as LaTeX shows it."""
     return "".join(LATEX.get(c, c) for c in text)
-
-
-def latex_table(
-    header: Sequence[str], rows: Iterable[Sequence[str]], groups: Sequence[Groups] = ()
-) -> str:
-    """A booktabs table: the first column left, the others right. `rows` is LaTeX already.
-
-    groups: rows of headings above `header`, for the columns after the first.
-    """
-    lines = ["% \\usepackage{booktabs}", f"\\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}"]
-    lines.append("\\toprule")
-    for names in groups:
-        spans = [f"\\multicolumn{{{n}}}{{c}}{{{latex(name)}}}" for name, n in names]
-        lines.append(" & ".join(["", *spans]) + r" \\")
-        start, rules = 2, []
-        for _, n in names:
-            rules.append(f"\\cmidrule(lr){{{start}-{start + n - 1}}}")
-            start += n
-        lines.append("".join(rules))
-    lines += [" & ".join(map(latex, header)) + r" \\", "\\midrule"]
-    lines += [" & ".join(row) + r" \\" for row in rows]
-    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"]) + "\n"

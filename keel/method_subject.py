@@ -92,9 +92,8 @@ class Subject:
         number: int,
         state: dict[str, Arrays],
         num_clients: int = 2,
-        client: int = 0,
     ) -> RoundContext:
-        """Round `number` of this client, with what this method's server half sends in round 1.
+        """Round `number` of the first client, with what the method's server half sends in round 1.
 
         From round 2 on the received weights differ from those of round 1.
         """
@@ -104,9 +103,9 @@ class Subject:
         received = strategy.initial_arrays(model_for(config, source, seed=seed))
         return ProcessCache().begin_round(
             TrainRequest(config, dataset_spec_of(config, source), number, [number - 1], False, ""),
-            {"partition-id": client, "num-partitions": num_clients},
+            {"partition-id": 0, "num-partitions": num_clients},
             received=received,
-            extra=strategy.extra() | strategy.own_extra.get(name_of(client), {}),
+            extra=strategy.extra() | strategy.own_extra.get(name_of(0), {}),
             state=state,
             last_accepted_round=number - 1 if state else 0,
         )

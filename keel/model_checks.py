@@ -13,22 +13,23 @@ from models.staged import Stage, Trunk
 from protocol.code import place_of
 from protocol.models import MODELS
 
+INPUT_SHAPE = (3, 32, 32)
 RESERVED_LAYERS = ("features", "logits", "projection")  # not for stages
 
 
-def model_problems(name: str, input_shape: tuple[int, int, int] = (3, 32, 32)) -> list[str]:
+def model_problems(name: str) -> list[str]:
     """What is wrong with the function of the model `name`, a line each; [] for nothing."""
     if name not in BUILDERS:
         return [f"model = {name!r} is in MODELS, but not in BUILDERS: models/registry.py"]
     spec = MODELS[name]
     options: list[object] = [NORMS[spec.norm_layer("")]] if spec.norms else []
     options += [spec.width] if spec.width else []
-    trunk = BUILDERS[name](input_shape, *options)
+    trunk = BUILDERS[name](INPUT_SHAPE, *options)
     problems = (  # what comes later needs what is checked before
         [*problems_of_stages(trunk)]
         or [*problems_of_tensors(trunk, has_statistics=spec.norm_layer("") == "batch")]
-        or [*problems_of_layers(trunk, input_shape)]
-        or [*replaced_buffers(trunk, input_shape)]
+        or [*problems_of_layers(trunk)]
+        or [*replaced_buffers(trunk)]
     )
     return [f"{place_of(BUILDERS[name])}: {problem}" for problem in problems]
 
@@ -66,7 +67,7 @@ def problems_of_tensors(trunk: Trunk, has_statistics: bool) -> Iterator[str]:
             )
 
 
-def problems_of_layers(trunk: Trunk, input_shape: tuple[int, int, int]) -> Iterator[str]:
+def problems_of_layers(trunk: Trunk) -> Iterator[str]:
     """Layers that overwrite their input, and features of another width, for an image of zeros."""
     parts: list[tuple[str, nn.Module]] = [
         (f"{half} of {key}", part)
@@ -74,7 +75,7 @@ def problems_of_layers(trunk: Trunk, input_shape: tuple[int, int, int]) -> Itera
         for half, part in stage.named_children()
     ]
     nn.ModuleDict(trunk.stages).eval()
-    x = torch.zeros(1, *input_shape)
+    x = torch.zeros(1, *INPUT_SHAPE)
     with torch.no_grad():
         for place, part in [*parts, ("to_features", trunk.to_features)]:
             version, out = x._version, part(x)
@@ -91,13 +92,13 @@ def problems_of_layers(trunk: Trunk, input_shape: tuple[int, int, int]) -> Itera
         )
 
 
-def replaced_buffers(trunk: Trunk, input_shape: tuple[int, int, int]) -> Iterator[str]:
+def replaced_buffers(trunk: Trunk) -> Iterator[str]:
     """Buffers that a training step replaces with a new tensor, which Keel does not send."""
     twin = copy.deepcopy(nn.ModuleDict(trunk.stages)).train()
     before: dict[str, Tensor] = {}
     with torch.no_grad():
         for _ in range(2):  # the first may make tensors of this batch's shape, such as a mask
-            before, x = dict(twin.named_buffers()), torch.zeros(2, *input_shape)
+            before, x = dict(twin.named_buffers()), torch.zeros(2, *INPUT_SHAPE)
             for stage in twin.values():
                 x = stage(x)
     for key, buffer in twin.named_buffers():

@@ -8,7 +8,7 @@ import fcntl
 import json
 import os
 import shlex
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from protocol.text import in_one_line, shortened
 from server_app.history import curve, headline_of, scalars
 from server_app.run_reader import CONFIG_FILE, CONFUSION_FILE, HISTORY_FILE, LOCK_FILE, RunReader
 
+MAX_DEPTH = 5  # folders from a root to a run: table/runs/code/cell/attempt
 STARTING, RUNNING, FINISHED, INTERRUPTED = "starting", "running", "finished", "interrupted"
 # of states in a terminal; other states are red
 COLOURS = {FINISHED: "green", RUNNING: "cyan", "stopped": "yellow", INTERRUPTED: "yellow"}
@@ -238,14 +239,22 @@ def runs_directory() -> Path:
     return keel_home() / "runs"
 
 
-def all_runs(base: Path | None = None) -> list[SavedRun]:
-    """The runs in a directory, the last changed first.
+def run_directories(folder: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
+    """The run directories at and below a folder."""
+    if os.path.isfile(folder / CONFIG_FILE):
+        yield folder
+        return
+    try:
+        children = [Path(each) for each in os.scandir(folder) if each.is_dir()]
+    except OSError:  # removed meanwhile, or not the user's
+        return
+    for child in children if depth else ():
+        yield from run_directories(child, depth - 1)
 
-    Those of the output directory of `keel experiments` are in runs/CODE/.
-    """
-    base = base or runs_directory()
-    patterns = (f"*/{CONFIG_FILE}", f"runs/*/*/{CONFIG_FILE}")
-    found = [SavedRun(path.parent) for pattern in patterns for path in base.glob(pattern)]
+
+def all_runs(base: Path | None = None) -> list[SavedRun]:
+    """The runs in a directory, such as the output of `keel experiments`, the last changed first."""
+    found = map(SavedRun, run_directories(base or runs_directory()))
     return sorted(found, key=lambda run: (run.last_change, run.name), reverse=True)
 
 
@@ -270,16 +279,9 @@ def find_run(run: str | Path = "") -> SavedRun:
         if not runs:
             raise ValueError(f"there is no run in {base} yet; `keel run` starts one")
         return runs[0]
-    path = Path(text).expanduser()
-    places = [place for place in (path, base / text) if place.is_dir()]
-    for place in places:
+    for place in (Path(text).expanduser(), base / text):
         if (place / CONFIG_FILE).is_file():
             return SavedRun(full_path(place))
-    if places:
-        raise ValueError(f"{places[0]} has no {CONFIG_FILE}: not a run directory")
-    if len(path.parts) > 1:
-        fault = "is a file: expected a run directory" if path.exists() else "does not exist"
-        raise ValueError(f"{path} {fault}")
     names = sorted(found.parent.name for found in base.glob(f"*/{CONFIG_FILE}"))
     matches = [name for name in names if name.startswith(text)]
     if len(matches) == 1:
@@ -287,4 +289,6 @@ def find_run(run: str | Path = "") -> SavedRun:
     if matches:
         raise ValueError(f"{text!r} begins the names of {len(matches)} runs: {shortened(matches)}")
     hint = did_you_mean(text, names) or "; `keel list` shows what there is"
-    raise ValueError(f"there is no run {text!r} in {base}{hint}")
+    raise ValueError(
+        f"{text!r} is no run directory, and there is no run of this name in {base}{hint}"
+    )

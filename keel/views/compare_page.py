@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from keel.exports import csv_text, latex, latex_table
+from keel.exports import csv_text, latex
 from keel.saved_runs import (
     DATA_DIGEST,
     FINISHED,
@@ -255,8 +255,11 @@ def config_rows(groups: Sequence[Group]) -> list[list[str]]:
 
 def as_latex(groups: Sequence[Group], view: View) -> str:
     """The table of results."""
-    rows = [[latex(cell) for cell in row] for row in result_rows(groups, view)]
-    return latex_table(header(view), rows)
+    names = [latex(name) for name in header(view)]
+    cells = [[latex(cell) for cell in row] for row in result_rows(groups, view)]
+    frame, layout = pd.DataFrame(cells, columns=names), "l" + "r" * (len(names) - 1)
+    text: str = frame.style.hide(axis="index").to_latex(hrules=True, column_format=layout)
+    return "% \\usepackage{booktabs}\n" + text
 
 
 def as_csv(groups: Sequence[Group], view: View) -> str:

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +10,14 @@ from typing import Any
 
 import pandas as pd
 
-from keel.saved_runs import SavedRun, is_locked, method_text, setting_of, split_text
+from keel.saved_runs import (
+    SavedRun,
+    is_locked,
+    method_text,
+    run_directories,
+    setting_of,
+    split_text,
+)
 from protocol.files import digest
 from protocol.text import in_one_line
 from server_app.history import curve
@@ -28,7 +35,6 @@ from server_app.run_reader import (
 
 FILES = (CONFIG_FILE, MANIFEST_FILE, SUMMARY_FILE, HISTORY_FILE)  # of a row
 PAGE_FILES = (*FILES, CLIENTS_FILE, ROSTER_FILE, LOG_FILE)
-MAX_DEPTH = 5  # folders from a root to a run: table/runs/code/cell/attempt
 ANYTHING = (OSError, *DAMAGE)  # raised by the content of a run directory
 TRAFFIC = {
     "bytes_down": "to clients",
@@ -95,19 +101,6 @@ class Store:
                     return ShownRun(directory)
             self.rows()
         return None
-
-
-def run_directories(folder: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
-    """The run directories at and below a folder."""
-    if os.path.isfile(folder / CONFIG_FILE):
-        yield folder
-        return
-    try:
-        children = [Path(each) for each in os.scandir(folder) if each.is_dir()]
-    except OSError:  # removed meanwhile, or not the user's
-        return
-    for child in children if depth else ():
-        yield from run_directories(child, depth - 1)
 
 
 def id_of(directory: Path) -> str:

@@ -146,7 +146,7 @@ def test_a_heading_sorts_the_table(table):
     assert values == sorted(values, reverse=True)
 
 
-def test_print_shows_every_chart_and_picture_dark_on_white_and_cuts_no_table(page, tmp_path):
+def test_print_shows_every_chart_and_picture_dark_on_white_and_cuts_no_table(page):
     page.emulate_media(color_scheme="dark")
     page.evaluate("""addEventListener("beforeprint", () => {
         window.printed = {
@@ -155,7 +155,7 @@ def test_print_shows_every_chart_and_picture_dark_on_white_and_cuts_no_table(pag
             background: getComputedStyle(document.body).backgroundColor,
         };
     })""")
-    page.pdf(path=tmp_path / "report.pdf", print_background=True)
+    page.pdf(print_background=True)
     printed = page.evaluate("printed")
     assert printed["charts"] == page.locator("[data-figure]").count() > 0
     assert printed["pictures"] == page.locator("img").count() > 0

@@ -223,12 +223,12 @@ def test_the_selection_is_exported_as_csv_latex_and_png(page, tmp_path):
 # --- a run ---------------------------------------------------------------------------------------
 
 
-def test_a_run_shows_who_is_served_badly_and_is_printed_whole(page, tmp_path):
+def test_a_run_shows_who_is_served_badly_and_is_printed_whole(page):
     page.set_viewport_size({"width": 390, "height": 844})
     open_run(page, "clients")
     drawn, shown = "[data-chart] .main-svg:first-child", ".panel:not([hidden]) [data-chart]"
     assert 0 < page.locator(drawn).count() < page.locator(shown).count()
-    page.pdf(path=tmp_path / "run.pdf")
+    page.pdf()
     assert page.locator(drawn).count() == page.locator(shown).count()
     heat = page.evaluate("document.querySelector('[data-chart=clients-local_global]').data[0]")
     last = [row[-1] for row in heat["z"]]
