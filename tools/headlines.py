@@ -13,12 +13,7 @@ from keel.experiments.jobs import folder_of, load_job
 from keel.experiments.recipe import Claim, Recipe, load_recipe, shipped_recipes
 from keel.experiments.results import Results, results_of
 from keel.experiments.runs import Options, history_in
-from keel.experiments.settings import (
-    code_sentences,
-    directories_of,
-    machine_sentences,
-    package_sentences,
-)
+from keel.experiments.settings import directories_of, origin_of
 from protocol.config import resolve_config
 from protocol.text import num_of
 
@@ -101,11 +96,9 @@ class Evidence:
     def about(self) -> str:
         """Code, with Keel's commit, machines, wall time and processor time."""
         results = list(self.results.values())
-        paths = directories_of(results)
-        cpu = sum(sum(history_in(path).clocks.get("client_cpu_seconds", ())) for path in paths)
-        words = [*code_sentences(results, paths), *package_sentences(paths)]
-        words += machine_sentences(paths)
-        return " ".join([*words, f"Processor time of the clients: {cpu / 3600:.1f} core hours."])
+        clocks = [history_in(path).clocks for path in directories_of(results)]
+        cpu = sum(sum(each.get("client_cpu_seconds", ())) for each in clocks) / 3600
+        return " ".join([*origin_of(results), f"Processor time of clients: {cpu:.1f} core hours."])
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ def check_reading(cell: Cell, run: Run, config: RunConfig) -> None:
 
 
 def check_curve(cell: Cell, config: RunConfig) -> None:
-    """ConfigError if the run does not record the accuracy that the cell reads."""
+    """ConfigError if the run does not record the accuracy or score that the cell reads."""
     method = method_of(config)
     evaluates = config.evaluated_clients != "none"
     has_curve = {
@@ -146,17 +146,16 @@ def check_curve(cell: Cell, config: RunConfig) -> None:
         "local_global.mean": method.has_global_model and evaluates,
         "personal.mean": method.is_personal and evaluates,
     }
-    key, _, name = cell.of.partition(".")
-    if name in config.scores:  # measured where the accuracy is
-        kinds = [of for of in has_curve if of.startswith(f"{key}.")]
-        has_curve |= {cell.of: has_curve[kinds[0]]}
-    if has_curve.get(cell.of):
+    kinds = {curve.partition(".")[0] for curve, is_there in has_curve.items() if is_there}
+    kind, _, name = cell.of.partition(".")
+    if has_curve.get(cell.of) or (kind in kinds and name in config.scores):
         return
-    recorded = [name for name, is_there in has_curve.items() if is_there]
-    found = " and ".join(recorded) or "no accuracy"
-    could = method.has_global_model and not config.privacy.withholds_metrics
-    if cell.of == "local_global.mean" and could:
-        found += "; it needs evaluate-clients = 'all' and a local-test-fraction above 0"
+    found = " and ".join(curve for curve, is_there in has_curve.items() if is_there)
+    hint = ""
+    if kind == "local_global" and method.has_global_model:
+        hint = "; it needs evaluate-clients = 'all' and a local-test-fraction above 0"
     raise ConfigError(
-        "of", f"of = {cell.of!r}: with this config, {config.rounds.method} records {found}"
+        "of",
+        f"of = {cell.of!r}: with this config, {config.rounds.method} records "
+        f"{found or 'no accuracy'}{hint}",
     )

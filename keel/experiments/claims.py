@@ -59,8 +59,8 @@ class Verdict:
     effect, interval, paper_effect: left minus right, in percentage points or seconds; the interval
     is the 95 % t interval of the mean. None where there is no number; the interval also where a
     pair has no difference.
-    basis: the differences and seeds, or why there is no verdict, in words. failures: sides of which
-    a run diverged, failed or left out updates. deviations: keys that differ from the paper's.
+    reason: why there is no verdict. failures: sides of which a run diverged, failed or left out
+    updates. deviations: keys that differ from the paper's.
     read_otherwise: what is read at another round than the paper's, or differently from two sides.
     num_planned: seeds, without those that tuned. on_all: the verdict on all seeds, if there are
     more.
@@ -70,7 +70,7 @@ class Verdict:
 
     claim: Claim
     decision: int | None = None
-    basis: str = "not run"
+    reason: str = "not run"
     pairs: Pairs = Pairs((), (), ())
     effect: float | None = None
     interval: tuple[float, float] | None = None
@@ -181,32 +181,33 @@ def judge_all(recipe: Recipe, results: Results, options: Options) -> list[Verdic
 
 def judge(claim: Claim, left: Result, right: Result, planned: Collection[int]) -> Verdict:
     """The verdict on a claim. planned: the seeds that decide, once the runs with all have ended."""
-    sides = {claim.left: left, claim.right: right}
-    pairs = paired(claim, left, right)
-    failed = [f"{name} {share_of(side)}" for name, side in sides.items() if side.failures]
-    left_out = [f"{name}: {side.left_out}" for name, side in sides.items() if side.left_out]
     found = Verdict(claim, paper_effect=paper_effect_of(left.cell, right.cell))
+    pairs = paired(claim, left, right)
     if not pairs.leads and not pairs.tuned_on:
         return found
+    is_time, sides = left.cell.take.is_time, {claim.left: left, claim.right: right}
+    failed = [f"{name} {share_of(side)}" for name, side in sides.items() if side.failures]
+    left_out = [f"{name}: {side.left_out}" for name, side in sides.items() if side.left_out]
+    elsewhere = read_elsewhere(left, right)
     found = replace(
         found,
-        basis=", ".join([*failed, *basis_of(claim, left, right, pairs)]),
+        reason=incomparable([*left.finished, *right.finished], is_time),
         pairs=pairs,
         failures=", ".join([*failed, *left_out]),
         deviations=list(dict.fromkeys(d for side in sides.values() for d in deviations_of(side))),
-        read_otherwise=list(readings_of(left, right)),
+        read_otherwise=[*elsewhere, *read_differently(left, right)],
         num_planned=len({*planned} - {left.tuned_on, right.tuned_on}),
-        can_compare=not (claim.margin or read_elsewhere(left, right) or left.cell.take.is_time),
+        can_compare=not (claim.margin or elsewhere or is_time),
     )
-    if reason := incomparable([*left.finished, *right.finished], left.cell.take.is_time):
-        return replace(found, basis=f"no verdict on {reason}")
-    if reason := reason_not_to_judge(claim, left, right):
-        return replace(with_differences(found, pairs), basis=f"{reason}; {found.basis}")
-    every = replace(with_differences(found, pairs), decision=decided(claim, pairs))
+    if found.reason:
+        return found
+    found = replace(with_differences(found, pairs), reason=reason_not_to_judge(claim, left, right))
+    if found.reason:
+        return found
+    every = replace(found, decision=decided(claim, pairs))
     early = paired(claim, left, right, planned)
     if 1 < found.num_planned == len(early.leads) < len(pairs.leads):
-        decision, basis = decided(claim, early), ", ".join(basis_of(claim, left, right, early))
-        found = with_differences(replace(found, basis=basis, decision=decision), early)
+        found = replace(with_differences(found, early), decision=decided(claim, early))
         return replace(found, on_all=every)
     return every
 
@@ -303,42 +304,23 @@ def reason_not_to_judge(claim: Claim, left: Result, right: Result) -> str:
     return ""
 
 
-def read_elsewhere(left: Result, right: Result) -> str:
+def read_elsewhere(left: Result, right: Result) -> list[str]:
     """`at round 200 instead of 500`: where a side is read at another round than the paper's."""
-    for side in (left, right):
-        run, cell = side.runs[0], side.cell
+    for cell, run in ((left.cell, left.runs[0]), (right.cell, right.runs[0])):
         if cell.take.how != PER_ROUND and reads_elsewhere(cell, run):
-            return f"at round {last_round_read(cell, run)} instead of {paper_round_read(cell, run)}"
-    return ""
+            paper = paper_round_read(cell, run)
+            return [f"at round {last_round_read(cell, run)} instead of {paper}"]
+    return []
 
 
-def readings_of(left: Result, right: Result) -> Iterator[str]:
-    """How the sides are read otherwise than in the paper, or differently from each other."""
-    if rounds := read_elsewhere(left, right):
-        yield rounds
+def read_differently(left: Result, right: Result) -> list[str]:
+    """How the sides are read, if not in the same way."""
     reads = [
-        s.cell.take.of("accuracy").removesuffix(", in %")
-        + (f" at round {s.cell.at}" if s.cell.at else "")
-        for s in (left, right)
+        cell.take.of("accuracy").removesuffix(", in %")
+        + (f" at round {cell.at}" if cell.at else "")
+        for cell in (left.cell, right.cell)
     ]
-    if reads[0] != reads[1]:
-        yield f"read differently: {reads[0]} and {reads[1]}"
-
-
-def basis_of(claim: Claim, left: Result, right: Result, pairs: Pairs) -> Iterator[str]:
-    """`-1.82 ± 0.09`, `2 seeds`: the differences and how many pairs were judged."""
-    never = [sum(number == math.inf for number in s.counted.values()) for s in (left, right)]
-    if any(never):
-        reached = [len(s.counted) - n for s, n in zip((left, right), never, strict=True)]
-        yield f"{claim.left} reaches it with {reached[0]}, {claim.right} with {reached[1]}"
-    elif pairs.differences:
-        few = len(pairs.differences) < 2
-        spread = "" if few else f" ± {statistics.stdev(pairs.differences):.2f}"
-        yield f"{statistics.fmean(pairs.differences):+.2f}{spread}"
-    num = len(pairs.leads)
-    seeds = {0: "no other seed", 1: "one seed"}.get(num, f"{num} seeds")
-    chose = [f"; without seed {seed}, which chose the tuned value" for seed in pairs.tuned_on]
-    yield "".join([seeds, *chose])
+    return [f"read differently: {reads[0]} and {reads[1]}"] if reads[0] != reads[1] else []
 
 
 def deviations_of(side: Result) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The figures of a report: accuracy curves, measures of representations, label distributions."""
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,11 +30,10 @@ Chart = tuple[str, Figure]  # likewise, a Plotly figure
 def run_charts(recipe: Recipe, results: Results) -> Iterator[Chart]:
     """For each column: the curves of its rows, and measures of representations of its runs.
 
-    Columns that read the same curves of the same runs share their charts.
+    Columns of the same runs, such as those of several rounds, share their charts.
     """
-    measured: set[frozenset[Path]] = set()  # the runs whose measures were drawn
     places = {row.name: place for place, row in enumerate(recipe.rows)}  # of their colours
-    for columns in columns_by_runs(recipe, results, curve_read):
+    for columns in columns_by_runs(recipe, results):
         found = [r for (_, name), r in results.items() if name == columns[0].name]
         found = [result for result in found if result.finished and not result.incomparable]
         parts = [set(column.parts) for column in columns]
@@ -52,29 +51,18 @@ def run_charts(recipe: Recipe, results: Results) -> Iterator[Chart]:
         ]
         figure = curves(lines, "round", "accuracy (%)", max_points=MAX_POINTS)
         yield f"{title}: accuracy over rounds{average}", figure
-        runs = frozenset(run.directory for result in found for run in result.counted_runs)
-        if runs not in measured:
-            measured.add(runs)
-            for measure, figure in measure_figures(found, places):
-                yield f"{title}: {measure}, mean over clients and of the global model", figure
+        for measure, figure in measure_figures(found, places):
+            yield f"{title}: {measure}, mean over clients and of the global model", figure
 
 
-def columns_by_runs(
-    recipe: Recipe, results: Results, key: Callable[[Cell], object] = lambda cell: None
-) -> list[list[Entry]]:
-    """The columns that have finished runs; those with the same runs and `key` are one group."""
+def columns_by_runs(recipe: Recipe, results: Results) -> list[list[Entry]]:
+    """The columns that have finished runs; those of the same runs and curves are one group."""
     groups: dict[tuple[object, ...], list[Entry]] = {}
     for column in recipe.columns:
         found = [r for (_, name), r in results.items() if name == column.name]
-        names = tuple((run.name, key(r.cell)) for r in found for run in r.finished)
-        if names:
+        if names := tuple((run.name, r.cell.of) for r in found for run in r.finished):
             groups.setdefault(names, []).append(column)
     return list(groups.values())
-
-
-def curve_read(cell: Cell) -> tuple[str, float]:
-    """What `curve_of` depends on: the history's curve, and the decay of a moving average."""
-    return cell.of, cell.take.number if cell.take.how == "ema" else 0.0
 
 
 def report_curve(result: Result, same_runs: Sequence[Result | None], place: int) -> Curve:

@@ -16,7 +16,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from keel.curve_names import check_curve_name
@@ -49,12 +49,10 @@ def read_yaml(text: str) -> Lines:
     yaml = YAML(typ="safe", pure=True)
     try:
         top = yaml.compose(text)
-    except MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise LineError(line, f"not YAML: {error.problem}") from error
-    except YAMLError as error:  # a character that is not allowed
-        line = text.count("\n", 0, getattr(error, "position", 0)) + 1
-        raise LineError(line, f"not YAML: {str(error).splitlines()[0]}") from error
+    except YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        said = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise LineError(mark.line + 1 if mark else 1, f"not YAML: {said}") from error
 
     def value_of(node: Node) -> Any:
         if isinstance(node, MappingNode):
@@ -116,22 +114,11 @@ def _config_value(value: object) -> object:
     return value
 
 
-def _values(value: object) -> object:
-    if not isinstance(value, list) or not value:
-        raise ValueError("expected a list of values")
-    return value
-
-
-def _config_keys(value: object) -> object:
-    return {} if value is None else value
-
-
 def _seeds(value: object) -> object:
     seeds = list(range(value)) if type(value) is int and value <= MAX_SEEDS else value
-    if isinstance(seeds, list) and all(type(s) is int and s >= 0 for s in seeds):
-        are_different = len(set(seeds)) == len(seeds)
-        if seeds and are_different:
-            return seeds
+    are_seeds = isinstance(seeds, list) and all(type(s) is int and s >= 0 for s in seeds)
+    if are_seeds and 0 < len(seeds) == len({*seeds}):  # type: ignore[arg-type, misc]
+        return seeds
     raise ValueError(
         f"expected the number of seeds, from 1 to {MAX_SEEDS:,}, or a list of different seeds "
         ">= 0, such as [42]"
@@ -146,9 +133,8 @@ def _as_list(value: object) -> object:
 
 ConfigKey = Annotated[str, AfterValidator(_config_key)]
 ConfigValue = Annotated[Any, AfterValidator(_config_value)]
-ConfigValues = Annotated[list[ConfigValue], BeforeValidator(_values)]
-ConfigKeys = Annotated[dict[ConfigKey, ConfigValue], BeforeValidator(_config_keys)]
-ConfigLists = Annotated[dict[ConfigKey, ConfigValues], BeforeValidator(_config_keys)]
+ConfigKeys = dict[ConfigKey, ConfigValue]
+ConfigLists = dict[ConfigKey, Annotated[list[ConfigValue], Field(min_length=1)]]
 Text = Annotated[str, AfterValidator(str.strip)]
 Texts = Annotated[list[Text], BeforeValidator(_as_list)]
 PaperNumber = Annotated[float, Field(strict=True, allow_inf_nan=False)] | None

@@ -1,6 +1,6 @@
 """What a table was made with: the settings of its runs beside the paper's, code and machines."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from keel.experiments.runs import (
     data_of,
     history_in,
     identity,
-    incomparable,
     machines_of,
     precision_of,
     run_of,
@@ -77,62 +76,35 @@ def setting(name: str, pairs: Sequence[tuple[Any, Any]]) -> Setting:
 
 def directories_of(results: Sequence[Result]) -> list[Path]:
     """The run directories of the results, each once."""
-    return sorted({run.directory for result in results for run in result.runs if run.status})
+    runs = {run.directory for result in results for run in result.runs if run.status}
+    return sorted(path for path in runs if path.is_dir())
 
 
 def origin_of(results: Sequence[Result]) -> list[str]:
-    """Sentences on code, precision, data, packages, machines and time."""
-    directories = [path for path in directories_of(results) if path.is_dir()]
-    sentences = (
-        code_sentences(results, directories),
-        package_sentences(directories),
-        machine_sentences(directories),
-    )
-    return [sentence for each in sentences for sentence in each]
-
-
-def code_sentences(results: Sequence[Result], directories: Sequence[Path]) -> Iterator[str]:
-    """Which code, precision and data the runs are of."""
+    """Sentences on code, precision, data, packages, processors, machines and time."""
+    directories = directories_of(results)
     manifests = [RunReader(path).manifest for path in directories]
-    if code := sorted({each for manifest in manifests for each in manifest.get("code", ())}):
-        yield f"Code: {'; '.join(code)}."
-    if precision := sorted({name for path in directories for name in precision_of(path)}):
-        yield f"Precision: {', '.join(precision)}."
-    is_timed = any(result.cell.take.is_time for result in results)
-    if reason := incomparable([run for result in results for run in result.finished], is_timed):
-        yield f"{reason.capitalize()}, never averaged or judged together."
-    every = [data_of(directory) for directory in directories]
-    if recorded := [one for one in every if one]:
-        many = f"{len(recorded)} of {len(every)} runs"
-        yield f"Digest of the data, recorded by {many}: {', '.join(sorted({*recorded}))}."
-
-
-def package_sentences(directories: Sequence[Path]) -> Iterator[str]:
-    """The versions of Keel and of packages that the runs recorded, and the processors' features."""
-    found: dict[str, dict[str, None]] = {}
-    for directory in directories:
-        manifest = RunReader(directory).manifest
-        for version in manifest.get("keel", ()):
-            found.setdefault("keel", {})[str(version)] = None
-        for name, version in manifest.get("versions", {}).items():
-            if name not in ("sources", "gpu"):
-                found.setdefault(name, {})[str(version)] = None
-    processors = found.pop("cpu", {})
-    keel = found.get("keel", {})  # a bundle has no commit, which runs of the same code name
-    found["keel"] = {v: None for v in keel if not any(o.startswith(f"{v} ") for o in keel)}
-    if found := {name: versions for name, versions in found.items() if versions}:
-        each = (f"{name} {' and '.join(versions)}" for name, versions in found.items())
-        yield f"Packages: {', '.join(each)}."
-    if processors:
-        yield f"Processors: {', '.join(processors)}."
-
-
-def machine_sentences(directories: Sequence[Path]) -> Iterator[str]:
-    """How many runs each machine did, and how long they took."""
+    versions = [(n, v) for each in manifests for n, v in each.get("versions", {}).items()]
+    digests = [digest for path in directories if (digest := data_of(path))]
+    recorded = f"recorded by {len(digests)} of {len(directories)} runs"
+    facts = {
+        "Code": [code for each in manifests for code in each.get("code", ())],
+        "Keel": [str(keel) for each in manifests for keel in each.get("keel", ())],
+        "Packages": [f"{n} {v}" for n, v in versions if n not in ("sources", "gpu", "cpu")],
+        "Processors": [v for n, v in versions if n == "cpu"],
+        "Precision": [name for path in directories for name in precision_of(path)],
+        f"Digest of the data, {recorded}": digests,
+    }
+    found = {name: ", ".join(sorted({*values})) for name, values in facts.items()}
     seconds: dict[str, list[float]] = {}
     for directory in directories:
         name = ", then ".join(machines_of(directory))
         seconds.setdefault(name, []).append(sum(history_in(directory).wall_s))
-    for name, each in sorted(seconds.items()):
-        times = f"{duration(sum(each))} of rounds, the longest {duration(max(each))}"
-        yield f"{num_of('run', each)} on {name}: {times}."
+    return [
+        *(f"{name}: {text}." for name, text in found.items() if text),
+        *(
+            f"{num_of('run', each)} on {name}: {duration(sum(each))} of rounds, the longest "
+            f"{duration(max(each))}."
+            for name, each in sorted(seconds.items())
+        ),
+    ]

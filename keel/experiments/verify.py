@@ -129,13 +129,10 @@ def differing_versions(
 
     is_on_gpu: the run or its replay uses a GPU; else it does not matter which one is there.
     """
-    names = [name for name in [*then, *(here.keys() - then)] if name != "gpu" or is_on_gpu]
     unknown = "not recorded"
-    return [
-        f"{name} {then.get(name, unknown)}, here {here.get(name, unknown)}"
-        for name in names
-        if then.get(name) != here.get(name)
-    ]
+    names = dict.fromkeys([*then, *here])
+    pairs = [(name, then.get(name, unknown), here.get(name, unknown)) for name in names]
+    return [f"{n} {a}, here {b}" for n, a, b in pairs if a != b and (n != "gpu" or is_on_gpu)]
 
 
 def file_checks(run: RunReader) -> Iterator[Check]:
@@ -200,10 +197,10 @@ class Replay(RunObserver):
 
 
 def replay_checks(run: RunReader, rounds: int, is_same_setup: bool, device: str) -> Iterator[Check]:
-    """The split and the first rounds, replayed: bit-identical, or with similar accuracies."""
+    """The split and the first rounds of which the manifest has digests, replayed."""
     manifest, default = run.manifest, default_config()
     keys = {key: value for key, value in run.config.items() if value != default.get(key)}
-    replay = Replay(min(rounds, run.last_round))
+    replay = Replay(min(rounds, len(manifest.get("rounds", {}))))
     with tempfile.TemporaryDirectory() as scratch:
         keys |= {"output-dir": scratch, "run-name": "", "device": device, "tracker": "none"}
         keys |= {"num-clients": manifest["clients"]}
@@ -212,39 +209,31 @@ def replay_checks(run: RunReader, rounds: int, is_same_setup: bool, device: str)
     for key in ("data", "split"):
         then, now = manifest[key], replay.manifest[key]
         yield Check(now == then, f"{key}: {now}" + ("" if now == then else f", expected {then}"))
+    has_to_be_same = is_same_setup and not any_gpu(replay.manifest.get("machines", []))
     for line, ours in zip(run.history, replay.lines, strict=False):
-        yield round_check(line, ours, manifest, replay.manifest, is_same_setup)
+        then, now = (m["rounds"][str(line["round"])] for m in (manifest, replay.manifest))
+        yield round_check(line, ours, then, now, has_to_be_same)
 
 
 def round_check(
-    theirs: Mapping[str, Any],
-    ours: Mapping[str, Any],
-    manifest: Mapping[str, Any],
-    replay: Mapping[str, Any],
-    is_same_setup: bool,
+    theirs: Mapping[str, Any], ours: Mapping[str, Any], then: str, now: str, has_to_be_same: bool
 ) -> Check:
-    """One round of the run (history line and manifest) and of its replay."""
-    number = str(theirs["round"])
-    our_accuracies, their_accuracies = accuracies(ours), accuracies(theirs)
-    recorded = manifest.get("rounds", {}).get(number)
-    is_same = recorded is not None and replay["rounds"].get(number) == recorded
-    shared = our_accuracies.keys() & their_accuracies.keys()
-    # a run that was extended has evaluated a round for being its last
-    if is_same and all(our_accuracies[k] == their_accuracies[k] for k in shared):
-        return Check(True, f"round {number}: bit-identical ({recorded})")
-    if not shared and recorded is None and not our_accuracies and not their_accuracies:
-        return Check(True, f"round {number}: neither a digest nor an accuracy recorded")
-    if not shared:
-        return Check(False, f"round {number}: not bit-identical, and no accuracy to compare")
-    difference = max(abs(our_accuracies[k] - their_accuracies[k]) for k in shared)
-    is_close = our_accuracies.keys() == their_accuracies.keys() and difference <= MAX_DIFFERENCE
-    on_gpu = any_gpu(replay.get("machines", []))
-    points = f"{100 * difference:.2f} points"
-    if recorded is None:
-        passed = is_close and (difference == 0 or not is_same_setup or on_gpu)
-        return Check(passed, f"round {number}: no digest recorded, accuracies differ by {points}")
-    passed = is_close and (not is_same_setup or on_gpu)
-    return Check(passed, f"round {number}: not bit-identical, accuracies differ by {points}")
+    """One round of the run and of its replay: bit-identical, or with similar accuracies.
+
+    theirs, ours: lines of histories. then, now: digests of the models after the round. A run that
+    was extended has evaluated a round for being its last: accuracies of both sides are compared.
+    """
+    expected, found = accuracies(theirs), accuracies(ours)
+    gaps = [abs(expected[key] - found[key]) for key in expected.keys() & found.keys()]
+    label = f"round {theirs['round']}"
+    if then == now and not any(gaps):
+        return Check(True, f"{label}: bit-identical ({then})")
+    if not gaps:
+        return Check(False, f"{label}: not bit-identical, and no accuracy to compare")
+    is_close = expected.keys() == found.keys() and max(gaps) <= MAX_DIFFERENCE
+    points = f"{100 * max(gaps):.2f} points"
+    passed = is_close and not has_to_be_same
+    return Check(passed, f"{label}: not bit-identical, accuracies differ by {points}")
 
 
 def accuracies(line: Mapping[str, Any]) -> dict[str, float]:
