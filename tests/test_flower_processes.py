@@ -112,7 +112,8 @@ def test_an_executor_waits_for_a_superlink_that_hangs(replaced):
 
 def test_an_executor_says_that_its_secret_is_refused(replaced, monkeypatch, capsys):
     invoker = replaced(superexec, "flower_superexec")["make_simple_http_retry_invoker"]()
-    monkeypatch.setattr(os, "kill", lambda *_: None)  # Flower interrupts the process
+    monkeypatch.setattr(os, "kill", lambda *_: None)  # Flower interrupts the process,
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # and waits
     request = httpx.Request("POST", "https://superlink")
     for status, is_secret in ((503, False), (401, True)):
         response = httpx.Response(status, request=request)
@@ -234,8 +235,7 @@ IN_EXECUTORS = {
 
 
 @pytest.mark.end_to_end
-@pytest.mark.parametrize("process", IN_EXECUTORS)
-def test_a_process_runs_the_run_s_code_and_states_its_digest(process, tmp_path):
+def test_a_process_runs_the_run_s_code_and_states_its_digest(tmp_path):
     app = write_newer_app(tmp_path / "other checkout")
     bundle = tmp_path / "app.fab"
     bundle.write_bytes(build_fab_from_disk(app))
@@ -249,8 +249,9 @@ def test_a_process_runs_the_run_s_code_and_states_its_digest(process, tmp_path):
 
     digest = printed(app, "from protocol.code import code_digest; print(code_digest())")
     assert digest != code_digest()
-    script = AFTER_INSTALLATION.format(**IN_EXECUTORS[process])
-    assert printed(app_folder, script, str(bundle)) == digest
+    for process in IN_EXECUTORS.values():
+        script = AFTER_INSTALLATION.format(**process)
+        assert printed(app_folder, script, str(bundle)) == digest
 
 
 def test_an_installation_that_a_full_disk_cuts_short_leaves_nothing(fab, monkeypatch):

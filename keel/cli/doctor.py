@@ -52,7 +52,7 @@ def client(
     inside: Inside = False,
     code: Code = "",
 ) -> None:
-    """Check a client's machine: files, clock, port and key, then the environment of its code.
+    """Check a client's machine: files, port, key and clock, then the environment of its code.
 
     The code runs in Keel's containers if there are any, else on this machine. --source and --worker
     apply only to a machine without containers: containers define their own.
@@ -93,7 +93,7 @@ def server(
     inside: Inside = False,
     code: Code = "",
 ) -> None:
-    """Check a server's machine: files, clock, port, clients, then the environment of its code."""
+    """Check a server's machine: files, port, clients, then the environment of its code."""
     from keel.deployment.doctor import check_containers, check_server
     from keel.deployment.doctor_runtime import check_runtime
     from protocol.code import code_digest

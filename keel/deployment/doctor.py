@@ -83,11 +83,10 @@ def check(function: Callable[P, Iterator[Finding]]) -> Callable[P, Iterator[Find
 
 
 def check_client(credentials: Path, fleet: str) -> Iterator[Finding]:
-    """A client's machine: files, clock, the SuperLink's port `fleet`, and its answer to the key."""
+    """A client's machine: files, the SuperLink's port `fleet`, its answer to key and clock."""
     ca = credentials / "ca.pem"
     yield from check_files(credentials, ["client.key", "executor.secret"])
     yield from check_certificate(ca)
-    yield from check_clock()
     reached = list(check_port(fleet, ca))
     yield from reached
     if any(not finding.is_problem for finding in reached):
@@ -95,13 +94,12 @@ def check_client(credentials: Path, fleet: str) -> Iterator[Finding]:
 
 
 def check_server(credentials: Path, fleet: str, superlink: str) -> Iterator[Finding]:
-    """A server's machine: files, clock, the ports for clients and, if given, users; the clients."""
+    """A server's machine: files, the ports for clients and, if given, users; the clients."""
     ca = credentials / "ca.pem"
     yield from check_files(credentials, ["server.key", "executor.secret"])
     for name in ("ca.pem", "server.pem"):
         yield from check_certificate(credentials / name)
     yield from check_server_key(credentials / "server.pem", credentials / "server.key")
-    yield from check_clock()
     yield from check_port(fleet, ca)
     if superlink:
         yield from check_registered(ca, superlink)
@@ -154,19 +152,6 @@ def check_server_key(certificate: Path, key: Path) -> Iterator[Finding]:
         yield problem(
             f"{key} is damaged, or not the key of {certificate.name}: copy both again from where "
             "`keel deploy credentials` made them"
-        )
-
-
-@check
-def check_clock() -> Iterator[Finding]:
-    """The system's clock is synchronised, if the system knows."""
-    if not shutil.which("timedatectl"):
-        return
-    done = output_of("timedatectl", "show", "--property", "NTPSynchronized", "--value")
-    if done.stdout.strip() == "no":
-        yield problem(
-            "clock: not synchronised; the SuperLink refuses SuperNodes whose clock is "
-            f"{CLOCK_LIMITS}: turn on NTP (timedatectl set-ntp true)"
         )
 
 

@@ -68,9 +68,7 @@ def assert_as_inline(folder, keys, base):
     "keys",
     [
         pytest.param(STATEFUL | {"server-optimizer": "fedadam"}, id="objective with state"),
-        pytest.param(SMALL | {"method": "scaffold"}, id="extra"),
         pytest.param(PERSONAL, id="personal"),
-        pytest.param(SMALL | {"method": "fedpac", "local-test-fraction": 0.2}, id="own extras"),
     ],
 )
 def test_two_nodes_with_a_shared_directory_give_the_bits_of_the_inline_engine(

@@ -15,6 +15,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
+import httpx
 import pytest
 from deployment_fixtures import (
     LOOPBACK_CLIENTS,
@@ -28,6 +30,16 @@ from deployment_fixtures import (
     state_of_clients,
     wait_for_round,
 )
+from flwr.proto.fleet_pb2 import ActivateNodeRequest
+from flwr.proto.fleet_pb2_grpc import FleetStub
+from flwr.proto.runtime_pb2 import AcquireTaskRequest
+from flwr.supercore.grpc import create_channel
+from flwr.supercore.interceptors import (
+    RuntimeVersionClientInterceptor,
+    RuntimeVersionHttpInterceptor,
+)
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from flwr.supercore.runtime import RuntimeHttpClient
 from run_fixtures import Overrides, final_model, history_of, same_bits, summary_of, wait_until
 from source_fixtures import write_newer_app
 from tools.processes import descendants
@@ -37,11 +49,12 @@ import keel.remote
 from flower_adapter.registration import registered_nodes
 from keel.cli.main import main
 from keel.deployment import proxy_exceptions
+from keel.deployment.__main__ import report_superlink
 from keel.deployment.credentials import make_credentials
 from keel.deployment.doctor import check_key, check_port, check_registered
 from keel.deployment.doctor_runtime import check_worker
+from keel.deployment.keys import load_client_key
 from keel.deployment.loopback import (
-    PROGRAM,
     LocalProcess,
     Loopback,
     free_ports,
@@ -49,7 +62,6 @@ from keel.deployment.loopback import (
     running,
 )
 from keel.deployment.register import register
-from keel.deployment.superlink import run_config
 from protocol.code import code_digest
 from server_app.inline import run_inline
 
@@ -261,56 +273,48 @@ def test_a_key_is_known_from_its_request_until_it_is_unregistered(deployed, tmp_
     assert not [path for path in held if secret in path.read_bytes()]
 
 
-def test_who_lacks_a_key_a_certificate_or_a_secret_gets_nothing(deployed, tmp_path):
+def test_who_lacks_a_key_a_certificate_or_a_secret_gets_nothing(deployed, tmp_path, capfd):
     make_credentials(tmp_path, ["127.0.0.1"], ["stranger"])
-    theirs, own = tmp_path / "stranger", deployed.credentials / "client-0000"
-    ours, key = str(deployed.credentials / "server" / "ca.pem"), "--auth-supernode-private-key"
+    ours, theirs = deployed.credentials / "server" / "ca.pem", tmp_path / "stranger"
     fleet = f"127.0.0.1:{deployed.fleet_port}"
-    supernodes = {
-        "unknown key": ["--root-certificates", ours, key, str(theirs / "client.key")],
-        "no key": ["--root-certificates", ours],
-        "wrong CA": ["--root-certificates", str(theirs / "ca.pem"), key, str(own / "client.key")],
-        "plain text": ["--insecure"],
-        "second": ["--root-certificates", ours, key, str(own / "client.key")],
-    }
-    executors = {
-        "client": ["--insecure", f"127.0.0.1:{deployed.runtime_ports['client-0000']}"],
-        "server": ["--root-certificates", ours, superlink_of(deployed)],
-    }
-    commands = {
-        name: [
-            *(*PROGRAM, "supernode", "--isolation", "process", "--superlink", fleet, *given),
-            *("--host", "127.0.0.1", "--port", str(free_ports(1)[0])),
-            *("--max-retries", "1", "--max-wait-time", "2"),
-            *("--node-config", run_config({"name": "client-0000"})),
-        ]
-        for name, given in supernodes.items()
-    } | {
-        name: ["flower-superexec", *security, "--runtime-api-address", address]
-        for name, (*security, address) in executors.items()
-    }
-
-    def run(command):
-        return subprocess.run(
-            command,
-            env=deployed.environment("stranger"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=limit_s,
-            check=False,
+    report_superlink(fleet, ours, theirs / "client.key")  # what such a SuperNode logs
+    assert "the SuperLink does not know the key" in capfd.readouterr().err
+    [other_ca] = check_port(fleet, theirs / "ca.pem")
+    assert other_ca.is_problem
+    key = load_client_key(deployed.credentials / "client-0000" / "client.key").public_key()
+    activation = ActivateNodeRequest(public_key=public_key_to_bytes(key), heartbeat_interval=30.0)
+    version = RuntimeVersionClientInterceptor(component_name="SuperNode")
+    for insecure, ca in ((True, None), (False, ours.read_bytes())):  # none signs with the key
+        channel = create_channel(fleet, insecure, ca, interceptors=[version])
+        with pytest.raises(grpc.RpcError):
+            FleetStub(channel).ActivateNode(activation, timeout=30)
+        channel.close()
+    runtimes = {f"127.0.0.1:{deployed.runtime_ports['client-0000']}": None}
+    for address, ca in (runtimes | {superlink_of(deployed): ours.read_bytes()}).items():
+        client = RuntimeHttpClient.from_server_address(
+            server_address=address,
+            insecure=ca is None,
+            root_certificates=ca,
+            interceptors=[RuntimeVersionHttpInterceptor(component_name="SuperExec")],
         )
+        with pytest.raises(httpx.HTTPStatusError) as refused:
+            client.AcquireTask(AcquireTaskRequest(supported_task_types=["flwr-clientapp"]))
+        assert refused.value.response.status_code == 401
+        client.close()
 
-    with ThreadPoolExecutor() as pool:  # each waits for seconds
-        done = dict(zip(commands, pool.map(run, commands.values()), strict=True))
-    for name in supernodes:
-        assert done[name].returncode != 0, name
-        assert "SuperNode ID" not in done[name].stdout, name
-    assert "the SuperLink does not know the key" in done["unknown key"].stdout
-    assert re.search("(?i)certificate|ssl|handshake", done["wrong CA"].stdout)
-    assert "another SuperNode with this key" in done["second"].stdout
-    for name in executors:
-        assert "terminated" in done[name].stdout  # refused, it ends by itself
-        assert "Start `flwr-clientapp`" not in done[name].stdout
-    for name in ("executor-client-0000", "serverapp-executor"):
-        assert deployed.processes[name].process.poll() is None
+
+def test_a_second_supernode_with_a_connected_client_s_key_says_so(deployed):
+    [port] = free_ports(1)
+    command = list(deployed.processes["supernode-client-0000"].command)
+    command[command.index("--port") + 1] = str(port)
+    second = subprocess.run(
+        [*command, "--max-retries", "1", "--max-wait-time", "2"],
+        env=deployed.environment("stranger"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+    assert second.returncode != 0
+    assert "another SuperNode with this key" in second.stdout, second.stdout
