@@ -1,5 +1,6 @@
 """`keel deploy`: credentials, registration of clients, and a whole deployment on this machine."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -89,7 +90,8 @@ def register(
     """
     from keel.deployment.register import register as register_keys
 
-    lines = register_keys(folder, superlink, wait, requests or ())
+    record = os.environ.get("KEEL_CLIENT_REGISTRY")
+    lines = register_keys(folder, superlink, wait, requests or (), Path(record) if record else None)
     print("\n".join(lines) or "no client is registered")
 
 

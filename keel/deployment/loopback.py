@@ -20,7 +20,8 @@ from pathlib import Path
 
 from client_app.worker_client import worker_status, worker_variable
 from keel.deployment.credentials import make_credentials
-from keel.deployment.superlink import SuperLinkClient, captured, environment, free_ports, run_config
+from keel.deployment.register import register
+from keel.deployment.superlink import SuperLinkClient, environment, free_ports, run_config
 from protocol.config import app_folder
 from protocol.files import private_files
 from protocol.options import OptionValue
@@ -176,14 +177,9 @@ class Loopback:
 
     def register(self) -> None:
         """Register the clients' keys and record their names, as the administrator does."""
-        words = [sys.executable, "-m", "keel", "deploy", "register", "--wait", str(start_timeout_s)]
-        words += ["--credentials", str(self.credentials / "server")]
-        words += ["--superlink", f"127.0.0.1:{self.http_port}"]
-        words += [str(self.credentials / name / f"{name}.pub") for name in self.clients]
-        done = captured(self.command("server", words), self.environment("server"))
-        if done.returncode:
-            log = self.log_file("superlink").read_text()[-2000:]
-            raise RuntimeError(f"{' '.join(words)}: {done.stdout}{done.stderr}{log}")
+        requests = [str(self.credentials / name / f"{name}.pub") for name in self.clients]
+        address = f"127.0.0.1:{self.http_port}"
+        register(self.credentials / "server", address, start_timeout_s, requests)
 
     def start_client(self, name: str, node_config: Mapping[str, OptionValue]) -> None:
         """Start SuperNode, executor and resident worker of one client."""

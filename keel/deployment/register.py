@@ -1,7 +1,6 @@
 """Registers clients' public keys with a SuperLink, and records which node is whose."""
 
 import json
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,16 +16,21 @@ UNREGISTERED = "unregistered"
 
 
 def register(
-    credentials: Path, address: str, wait_s: float, requests: Sequence[str] = ()
+    credentials: Path,
+    address: str,
+    wait_s: float,
+    requests: Sequence[str] = (),
+    record: Path | None = None,
 ) -> list[str]:
     """Register the clients of these requests; a line for each client that the SuperLink has then.
 
     credentials: the server's directory. address: of the SuperLink's HTTP API, which has `wait_s` to
     start. requests: files of `keel deploy key`, or "-" for standard input.
 
-    Records each client's node id and key in $KEEL_CLIENT_REGISTRY, which the ServerApp reads, else
-    in `clients.json` there: a client is who its key says. ValueError, before anything is
-    registered, for a name that another key has, or a key that another name has or had.
+    record: where each client's node id and key are written, which the ServerApp reads as
+    $KEEL_CLIENT_REGISTRY: a client is who its key says. Default: `clients.json` in the directory.
+    ValueError, before anything is registered, for a name that another key has, or a key that
+    another name has or had.
     """
     wanted = [pair for name in requests for pair in read_requests(*content_of(name))]
     ca = credentials / "ca.pem"
@@ -47,7 +51,7 @@ def register(
         register_key(address, authority, name, key)
     clients = {n.name: n for n in registered_nodes(address, authority) if is_client(n)}
     found = {name: {"node": str(n.node_id), "key": n.key} for name, n in clients.items()}
-    path = Path(os.environ.get("KEEL_CLIENT_REGISTRY") or credentials / "clients.json")
+    path = record or credentials / "clients.json"
     write_atomically(path, (json.dumps(found, indent=1) + "\n").encode())
     before = {node.name for node in known if is_client(node)}
     lines = [

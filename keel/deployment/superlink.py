@@ -98,7 +98,7 @@ class SuperLinkClient:
 
     def command(self, *arguments: str) -> list[str]:
         """The words of `flwr` with these arguments."""
-        return [sys.executable, "-m", "flwr.cli.app", *arguments]
+        return [sys.executable, "-P", "-m", "flwr.cli.app", *arguments]
 
     def flwr(self, *arguments: str) -> str:
         """The output of `flwr`; RuntimeError, with that output, if it fails or takes too long."""

@@ -1,9 +1,11 @@
 """The compose files against what they start: secrets and networks only where they belong."""
 
+import importlib
 import re
 import subprocess
 import sys
 import tomllib
+from importlib.util import find_spec
 
 import pytest
 import yaml
@@ -138,6 +140,29 @@ def test_the_serverapp_reads_whose_key_each_client_s_is_and_cannot_change_it():
     assert is_read_only(services["serverapp"], "/registry")
     assert not is_read_only(services["superlink"], "/registry")
     assert {mounts(service)["/state"] for service in services.values()} == {"runs", "superlink"}
+
+
+PROGRAMS = {
+    "supernode": "flwr.supernode.cli.flower_supernode",
+    "executor": "flwr.supercore.cli.flower_superexec",
+    "superlink": "flwr.superlink.cli.flower_superlink",
+}
+
+
+@pytest.mark.parametrize(("name", "service"), SERVICES)
+def test_every_option_is_one_that_its_command_has(name, service, monkeypatch, capsys):
+    python, option, module, *words = files[name]["services"][service]["command"]
+    assert [python, option] == ["python", "-m"]
+    if module == "client_app.worker_server":
+        assert find_spec(module)
+        return
+    assert module == "keel.deployment"
+    monkeypatch.setattr("sys.argv", ["program", "--help"])
+    program = importlib.import_module(PROGRAMS[words[0]])
+    with pytest.raises(SystemExit):
+        vars(program)[program.__name__.rpartition(".")[2]]()
+    options = {re.split("[= ]", word)[0] for word in words[1:] if word.startswith("--")}
+    assert options <= {*re.findall(r"--[a-z-]+", capsys.readouterr().out)}, words
 
 
 # --- the image -----------------------------------------------------------------------------------

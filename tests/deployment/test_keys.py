@@ -68,7 +68,6 @@ class SuperLink:
 
 @pytest.fixture
 def superlink(monkeypatch):
-    monkeypatch.delenv("KEEL_CLIENT_REGISTRY", raising=False)
     return SuperLink(monkeypatch)
 
 
@@ -101,8 +100,10 @@ def test_registered_is_who_has_a_request_and_the_record_has_names_nodes_and_keys
         ["known", "site-a"],
         ["registered", "site-b"],
     ]
-    lines = register.register(server, "localhost:1", 0.0, [second])
-    assert [line.split()[0] for line in lines] == ["known", "known"]
+    monkeypatch.setenv("KEEL_CLIENT_REGISTRY", str(tmp_path / "registry.json"))
+    result = CliRunner().invoke(app, ["register", second, "--credentials", str(server)])
+    assert [line.split()[0] for line in result.stdout.splitlines()] == ["known", "known"]
+    assert (tmp_path / "registry.json").read_text() == (server / "clients.json").read_text()
     clients = json.loads((server / "clients.json").read_text())
     assert {name: about["node"] for name, about in clients.items()} == {
         "site-a": "1",

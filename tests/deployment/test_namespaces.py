@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import sys
 import time
 
 import pytest
@@ -64,6 +65,14 @@ def test_a_cable_pulled_for_20_seconds_costs_time_and_nothing_else(network, tmp_
 
         def command(self, owner, words):
             return ["ip", "netns", "exec", spaces[owner], *words]
+
+        def register(self):
+            server, superlink = self.credentials / "server", f"127.0.0.1:{self.http_port}"
+            words = [sys.executable, "-m", "keel", "deploy", "register", "--wait", "100"]
+            words += ["--credentials", str(server), "--superlink", superlink]
+            words += [str(self.credentials / name / f"{name}.pub") for name in self.clients]
+            env = self.environment("server")
+            subprocess.run(self.command("server", words), env=env, check=True, timeout=200)
 
     with running(tmp_path / "d", partitions(2), InNamespaces) as local:
         run_id, run = new_run(local, KEYS)

@@ -20,6 +20,7 @@ from run_fixtures import (
     wait_until,
 )
 
+from keel.deployment.superlink import app_packages
 from server_app.inline import run_inline
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -27,16 +28,7 @@ NUM_CLIENTS = 5
 PERSONAL = {key: value for key, value in SMALL.items() if key != "lr"}  # fedreco has its own
 PERSONAL |= {"method": "fedreco", "local-test-fraction": 0.2}
 STATEFUL = SMALL | {"method": "moon", "local-test-fraction": 0.2, "num-rounds": 3}
-packages = (
-    "client_app",
-    "data",
-    "flower_adapter",
-    "models",
-    "protocol",
-    "server_app",
-    "strategies",
-    "keel",
-)
+packages = (*app_packages, "keel")
 
 
 @pytest.fixture(scope="module")

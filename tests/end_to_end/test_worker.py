@@ -127,7 +127,7 @@ def test_a_message_of_other_code_is_refused(resident, tmp_path, monkeypatch):
 
 
 def test_a_worker_killed_in_its_work_is_asked_again_and_gives_the_same_bits(resident, tmp_path):
-    config = config_with(local_epochs=300)  # some seconds
+    config = config_with(local_epochs=100)  # a second or more
     expected = trained(config, tmp_path / "a")
     killed, replies = resident.pid, []
     asking = in_thread(lambda: replies.append(trained(config, tmp_path / "b")))
