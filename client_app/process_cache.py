@@ -10,8 +10,9 @@ from client_app.networks import Networks
 from client_app.node_config import NodeConfig, client_name, own_architecture, own_splits
 from client_app.round import RoundContext, on_device
 from client_app.samples import Pixels, Samples
-from client_app.setup import build_network, device_for, initial_network
+from client_app.setup import build_network, device_for
 from client_app.site_privacy import is_site
+from models import StagedModel
 from protocol.arrays import Arrays
 from protocol.config import RunConfig
 from protocol.messages import DatasetSpec, RoundRequest
@@ -51,8 +52,12 @@ class ProcessCache:
             self.clear()
             self._key = key
             shape, num_classes = data.image_shape, data.num_classes
-            build = build_network if is_site(node_config) else initial_network
-            self._networks = Networks(lambda name: build(config, shape, num_classes, name), device)
+            from_file = not is_site(node_config)
+
+            def build(name: str) -> StagedModel:
+                return build_network(config, shape, num_classes, name, from_file=from_file)
+
+            self._networks = Networks(build, device)
         return self._networks
 
     def samples(

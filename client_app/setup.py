@@ -221,7 +221,7 @@ def model_for(
     config: RunConfig, source: Source, name: str = "", seed: int | None = None
 ) -> StagedModel:
     """The run's network (or `name`) for this source, with its initial weights."""
-    return initial_network(config, source.image_shape, source.num_classes, name, seed)
+    return build_network(config, source.image_shape, source.num_classes, name, seed, from_file=True)
 
 
 def checked_model(config: RunConfig, source: Source) -> StagedModel:
@@ -243,31 +243,19 @@ def checked_model(config: RunConfig, source: Source) -> StagedModel:
     return model.train()
 
 
-def initial_network(
-    config: RunConfig,
-    shape: tuple[int, int, int],
-    num_classes: int,
-    name: str = "",
-    seed: int | None = None,
-) -> StagedModel:
-    """`build_network`, with the arrays of `weights` if the run's network starts from a file."""
-    model = build_network(config, shape, num_classes, name, seed)
-    if config.model.weights and model.name == config.model.model:
-        load_weights(model, Path(config.model.weights).expanduser())
-    return model
-
-
 def build_network(
     config: RunConfig,
     shape: tuple[int, int, int],
     num_classes: int,
     name: str = "",
     seed: int | None = None,
+    from_file: bool = False,
 ) -> StagedModel:
     """The run's network (or `name`) with the parts its method adds.
 
-    shape: (channels, height, width). Weights from `seed`, or from the run's. On the CPU, in
-    channels-last memory, in which convolutions are fastest.
+    shape: (channels, height, width). Weights from `seed`, or from the run's; from_file: in the
+    run's network with the arrays of `weights`, if that is set. On the CPU, in channels-last memory,
+    in which convolutions are fastest.
     """
     if num_classes < 2:
         raise ValueError(
@@ -292,6 +280,8 @@ def build_network(
         head_stages=parts.head_stages,
         own=config.own[name].value if name in config.own else None,
     )
+    if from_file and own and own.weights:
+        load_weights(model, Path(own.weights).expanduser())
     return model.to(memory_format=torch.channels_last)
 
 

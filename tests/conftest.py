@@ -206,7 +206,7 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     normalise = Pixels.normalise
     monkeypatch.setattr(Pixels, "normalise", lambda *a: normalise(*a).double())
     monkeypatch.setattr(
-        client_app.process_cache, "build_network", lambda *a: build_network(*a).double()
+        client_app.process_cache, "build_network", lambda *a, **k: build_network(*a, **k).double()
     )
     torch.set_default_dtype(torch.float64)
 

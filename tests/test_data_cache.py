@@ -1,5 +1,6 @@
 """The cache of decoded sources."""
 
+import errno
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -61,6 +62,16 @@ def test_a_changed_folder_is_decoded_again(load, tmp_path, change, split):
     assert (changed.images[0] == 0).all() == (change == "other pixels")
     assert before in entries(tmp_path)  # another process may use it
     assert len(entries(tmp_path)) == 2
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(load, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"train-images\.npy"):
+        load(make_folder(tmp_path / "mine", random_images(2, 30, 30)))
+    assert not list((tmp_path / "cache").glob("*-*"))
 
 
 @pytest.mark.parametrize("name", ["about.json", "train-images.npy", "test-labels.npy"])

@@ -5,8 +5,8 @@ Aggregation: uniform average. Client state: none.
 
 No FedCL configuration is published. This is the `unsupervised` branch of the released code, which
 only repels: the positive is the sample itself (s = 1, no gradient), the negatives are the two most
-similar other samples of any class. `negatives = "all"` takes all other samples. There is no variant
-with two augmented views, because the augmentation for the second one is not published.
+similar other samples of any class. There is no variant with two augmented views, because the
+augmentation for the second one is not published.
 """
 
 from dataclasses import dataclass
@@ -16,18 +16,17 @@ import torch
 from torch import Tensor
 
 from client_app.level_contrast import LevelContrast
-from protocol.options import more_than, one_of, option
+from protocol.options import more_than, option
 
 
-def repulsion(phi: Tensor, tau: float, negatives: str) -> Tensor:
-    """-log( e^{1/tau} / (e^{1/tau} + sum_n e^{s_n/tau}) ), a scalar: mean over the batch.
+def repulsion(phi: Tensor, tau: float) -> Tensor:
+    """-log( e^{1/tau} / (e^{1/tau} + e^{s_1/tau} + e^{s_2/tau}) ), a scalar: mean over the batch.
 
     phi [B, C] of unit length. 0 for a batch of one, which has no negative.
     """
     batch = len(phi)
     s = (phi @ phi.T).masked_fill(torch.eye(batch, dtype=torch.bool, device=phi.device), -torch.inf)
-    if negatives == "hard":
-        s = s.topk(min(2, batch), dim=1).values
+    s = s.topk(min(2, batch), dim=1).values
     one = phi.new_ones(batch, 1)
     return (torch.cat([one, s], dim=1).div(tau).logsumexp(1) - 1 / tau).mean()
 
@@ -40,13 +39,7 @@ class FedCL(LevelContrast):
     paper: ClassVar[str] = "Seo et al. 2024 (ablation)"
 
     tau: float = option(more_than(0), "temperature", default=0.05, source="as FedRCL: 0.05")
-    negatives: str = option(
-        one_of("hard", "all"),
-        "the two most similar other samples, or all",
-        default="hard",
-        source="authors' code",
-    )
 
     def level_loss(self, phi: Tensor, y: Tensor) -> Tensor:
         """The repulsion; the labels are not read."""
-        return repulsion(phi, self.tau, self.negatives)
+        return repulsion(phi, self.tau)

@@ -249,8 +249,7 @@ def fedcl(o, y, now, **_):
     for phi in levels_of(o, now):
         for i in range(len(y)):
             s = sorted(((a * phi[i]).sum() for k, a in enumerate(phi) if k != i), reverse=True)
-            s = s[:2] if o["negatives"] == "hard" else s
-            total = math.exp(1 / tau) + sum((v / tau).exp() for v in s)
+            total = math.exp(1 / tau) + sum((v / tau).exp() for v in s[:2])
             losses.append((total.log() - 1 / tau) / len(y))
     return sum(losses) / len(STAGES)
 
@@ -312,7 +311,7 @@ CASES = {
         ],
     ),
     "fedscl": (fedscl, [{}, {"mining": "hard"}]),
-    "fedcl": (fedcl, [{"tau": 0.3}, {"negatives": "all", "tau": 0.3}]),
+    "fedcl": (fedcl, [{"tau": 0.3}]),
     "fedproc": (fedproc, [{}, {"schedule_rounds": 8}]),
     "fedlc": (fedlc, [{"tau": 2.0}]),
 }
