@@ -42,15 +42,6 @@ def assert_pixels(x, expected):
     torch.testing.assert_close(x.double(), expected, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-def test_normalise_is_the_equation(dtype):
-    _, images = colour_samples()
-    pixels = torch.from_numpy(images).to(dtype)
-    before = pixels.clone()
-    assert_pixels(COLOUR.normalise(pixels), by_hand(images))
-    assert torch.equal(pixels, before)  # floats come from a rotation, or from a user
-
-
 @pytest.mark.parametrize("batch_size", [1, 5, 23, 24, 1000])
 def test_an_epoch_has_each_sample_once_and_a_smaller_last_batch(batch_size):
     samples, images = colour_samples()
@@ -63,6 +54,9 @@ def test_an_epoch_has_each_sample_once_and_a_smaller_last_batch(batch_size):
         assert_pixels(step.x, by_hand(images)[step.index])
         assert torch.equal(step.y, step.index % 7)
         assert step.variant.tolist() == [0] * len(step.y)
+    in_order = list(samples.in_order(batch_size))
+    assert_pixels(torch.cat([x for x, _ in in_order]), by_hand(images))
+    assert torch.cat([y for _, y in in_order]).tolist() == [n % 7 for n in range(23)]
 
 
 def test_variant_says_which_samples_are_mirrored():
@@ -77,15 +71,6 @@ def test_variant_says_which_samples_are_mirrored():
         is_mirrored = step.variant.bool()[:, None, None, None]
         expected = torch.where(is_mirrored, mirrored[step.index], plain[step.index])
         assert_pixels(step.x, expected)
-
-
-@pytest.mark.parametrize("batch_size", [1, 7, 23, 500])
-def test_in_order_is_every_sample_as_it_is(batch_size):
-    samples, images = colour_samples()
-    batches = list(samples.in_order(batch_size))
-    assert all(len(y) <= batch_size for _, y in batches)
-    assert_pixels(torch.cat([x for x, _ in batches]), by_hand(images))
-    assert torch.cat([y for _, y in batches]).tolist() == [n % 7 for n in range(23)]
 
 
 @pytest.mark.parametrize(

@@ -52,13 +52,6 @@ def test_images_keep_their_values(tmp_path, shape, kind):
     assert source.std == pytest.approx((expected / 255).std((0, 2, 3)))
 
 
-def test_one_content_is_stored_once(tmp_path):
-    first, again = (stored(keel.Arrays(IMAGES, LABELS), tmp_path) for _ in range(2))
-    other = stored(keel.Arrays(IMAGES, LABELS[::-1]), tmp_path)
-    assert first == again != other
-    assert len(list(tmp_path.glob("*"))) == 2
-
-
 def test_a_test_set_is_held_out_with_every_class(tmp_path):
     source = source_of(keel.Arrays(IMAGES, LABELS), tmp_path, test_fraction=0.2)
     assert np.bincount(source.test.labels).tolist() == [4, 4, 4]
@@ -69,6 +62,8 @@ def test_a_test_set_is_held_out_with_every_class(tmp_path):
 def test_a_dataset_of_torch(tmp_path):
     dataset = torch.utils.data.TensorDataset(torch.from_numpy(IMAGES), torch.from_numpy(LABELS))
     assert stored(dataset, tmp_path) == stored(keel.Arrays(IMAGES, LABELS), tmp_path)
+    assert stored(keel.Arrays(IMAGES, LABELS[::-1]), tmp_path) != stored(dataset, tmp_path)
+    assert len(list(tmp_path.glob("*"))) == 2  # each content once
     pair = arrays_of((dataset, dataset))
     assert np.array_equal(pair.x_test, IMAGES)
 
@@ -77,10 +72,8 @@ def test_a_dataset_of_torch(tmp_path):
     ("arrays", "named"),
     [
         (lambda: keel.Arrays(IMAGES, LABELS[:9]), "y_train has 9 labels"),
-        (lambda: keel.Arrays(IMAGES, LABELS, IMAGES[:1], [7]), "y_test has the label 7"),
         (lambda: keel.Arrays(IMAGES, LABELS, classes=["a", "b"]), "y_train has the label 2"),
         (lambda: keel.Arrays(IMAGES, -LABELS), "y_train has the label -2"),
-        (lambda: keel.Arrays(IMAGES, LABELS / 2), "y_train is float64"),
         (lambda: keel.Arrays(IMAGES, LABELS, IMAGES), "x_test and y_test"),
         (lambda: keel.Arrays(IMAGES, LABELS, IMAGES[:, :1], LABELS), "x_test"),
         (lambda: keel.Arrays(IMAGES[0, 0], LABELS), "x_train is float32 [30, 36]"),
@@ -97,24 +90,13 @@ def test_what_does_not_fit_is_refused_in_one_line(arrays, named):
     assert "\n" not in str(refused.value)
 
 
-def test_a_function_in_a_file_gives_the_data(tmp_path):
-    mine = own_fixtures.file(tmp_path, LOAD)
-    config = resolve_config(
-        {"source": f"{mine}:load", "test-fraction": 0.2, "model": "cnn-fedreco"}
-    )
-    assert config.flat["source"] == "mine.py:load"
-    found = open_source(config)
-    assert found.image_shape == (2, 30, 36)
-    assert len(found.train.labels) == 48
-    broken = own_fixtures.file(tmp_path, LOAD.replace("np.arange(60)", "np.arange(6)"), "other.py")
-    with pytest.raises(ConfigError, match="6 labels"):
-        open_source(resolve_config({"source": f"{broken}:load", "test-fraction": 0.2}))
-
-
 @pytest.mark.end_to_end
 def test_arrays_and_a_function_that_returns_them_have_the_same_bits(tmp_path):
     keys = KEYS | {"output-dir": str(tmp_path / "runs"), "test-fraction": 0.2}
     mine = own_fixtures.file(tmp_path, LOAD)
+    config = resolve_config(keys | {"source": f"{mine}:load"})
+    assert config.flat["source"] == "mine.py:load"
+    assert len(open_source(config).train.labels) == 48
     runs = [
         keel.run(keys, data=keel.Arrays(IMAGES, LABELS), clients=2, quiet=True),
         keel.run(keys, data=f"{mine}:load", clients=2, quiet=True),
