@@ -74,7 +74,7 @@ def token_in(directory: Path) -> Iterator[tuple[Path, str]]:
 def check_machine(
     report: MachineReport, experiment: Experiment, num_clients: int, directory: Path
 ) -> None:
-    """ValueError, one line, as `checked_machines`."""
+    """Check one machine's report. ValueError, one line naming the machine."""
     config = experiment.config
     if report.data and report.data != (own := data_digest(experiment.source)):
         raise ValueError(

@@ -272,9 +272,9 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
 
 
 def check_simulated_roster(roster: SimulatedRoster) -> None:
-    """ValueError, one line naming the client, as `check_roster` for entries of their own.
+    """Check the roster of a simulation. ValueError, one line naming the client.
 
-    Image shapes and classes, which that function compares, are the source's for all clients here.
+    Image shapes and classes, which `check_roster` compares, are the source's for all clients here.
     """
     config, source = roster.config, roster.source
     networks = config.client_models or [config.model.model]

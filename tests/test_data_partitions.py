@@ -1,6 +1,3 @@
-import re
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, reject, settings
@@ -224,14 +221,7 @@ def test_local_test_part_is_stratified_and_loses_nothing(case, fraction, seed):
         assert same((train, test), again)
 
 
-def test_the_split_in_the_docs(monkeypatch):
-    text = (Path(__file__).parent.parent / "docs/how-to/own-data.md").read_text()
-    [block] = re.findall(r"```python\n(def blocks_partition.*?)```", text, re.S)
-    found = {"np": np, "Parts": Parts}
-    exec(block, found)
-    monkeypatch.setitem(PARTITIONS, "blocks", (found["blocks_partition"], ()))
-    parts = partition_indices("blocks", np.zeros(7, int), 3, seed=0, alpha=0.5)
-    assert [part.tolist() for part in parts] == [[0, 1, 2], [3, 4], [5, 6]]
+def test_a_partition_that_leaves_out_or_repeats_samples_is_refused(monkeypatch):
     for wrong in (np.arange(7), Parts(np.arange(7) // 2, np.arange(7) % 3, 3)):
         monkeypatch.setitem(PARTITIONS, "blocks", (lambda *_, parts=wrong: parts, ()))
         with pytest.raises(ValueError, match="blocks"):

@@ -47,7 +47,7 @@ def headings(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", pages, ids=named)
 def test_relative_links_exist(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)\s]+)\)", prose_of(page))
+    targets = re.findall(r'(?:\]\(|src=")([^)\s"]+)', prose_of(page))
     for target in targets:
         if re.match(r"(https?|mailto):", target):
             continue
