@@ -81,7 +81,8 @@ def save(path: Path, command: str, lines: Sequence[str]) -> None:
     console.print(f"[bold]$[/] keel {command}", highlight=False)
     for line in lines:
         console.print(Text.from_ansi(line))
-    console.save_svg(str(path), title=f"keel {command.split()[0]}")
+    picture = console.export_svg(title=f"keel {command.split()[0]}")
+    path.write_text(re.sub(r"@font-face {.*?}\s*", "", picture, flags=re.S))  # fonts of a CDN
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from keel.experiments.jobs import job_name, load_job
+from keel.experiments.jobs import folder_of, job_name, load_job
+from keel.experiments.results import runs_needed
 from tests.tools.run_directories import make_table
 from tools.archived_runs import archive, unpacked
 from tools.headlines import evidence_in
@@ -22,18 +23,27 @@ GOLDEN = json.loads((Path(__file__).parent / "archived_results.json").read_text(
 
 
 @pytest.fixture(scope="module")
-def evidence():
+def outputs():
+    """The archives, unpacked."""
+    with unpacked(RESULTS / "histories") as outputs:
+        yield outputs
+
+
+@pytest.fixture(scope="module")
+def evidence(outputs):
     """What each archive says."""
-    with unpacked(RESULTS / "histories") as outputs:
-        yield {output.name: evidence_in(output)[0] for output in outputs}
+    return {output.name: evidence_in(output)[0] for output in outputs}
 
 
-def test_every_archive_is_compared_and_has_the_name_of_its_job():
-    """Otherwise archiving more seeds would write another one beside it."""
+def test_every_archive_is_compared_has_its_jobs_name_and_runs_that_its_report_finds(outputs):
+    """Under another name, archiving more seeds would write another one beside it."""
     assert [path.stem for path in ARCHIVES] == sorted(GOLDEN)
-    with unpacked(RESULTS / "histories") as outputs:
-        for output in outputs:
-            assert job_name(*load_job(output / "jobs" / f"{output.name}.json")) == output.name
+    for output in outputs:
+        recipe, options = load_job(output / "jobs" / f"{output.name}.json")
+        assert job_name(recipe, options) == output.name
+        found = runs_needed(recipe.cells, options, folder_of(recipe, options, output))
+        names = {run.name for _, run in found if run.status}
+        assert names == {path.name for path in output.glob("runs/*/*")}
 
 
 @pytest.mark.parametrize("name", GOLDEN)
