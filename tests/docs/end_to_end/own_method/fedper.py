@@ -1,7 +1,5 @@
 """FedPer's clients share the extractor, and each has a head of its own."""
 
-# mypy: ignore-errors
-
 import torch
 from fedper import FedPer
 

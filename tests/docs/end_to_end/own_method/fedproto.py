@@ -1,7 +1,5 @@
 """FedProto against local training, and its penalty against loops."""
 
-# mypy: ignore-errors
-
 import numpy as np
 import pytest
 import torch
