@@ -76,7 +76,7 @@ def without_folders(keys: Mapping[str, Any]) -> dict[str, Any]:
 def copies(directory: Path) -> Iterator[tuple[str, str]]:
     """(name, text) of the small copies of a run directory's files.
 
-    ValueError if a file is damaged, the history lacks a round, or it was changed after the run.
+    ValueError if a file is damaged, or the history lacks a round.
     """
     history_in(directory)  # raises
     run = RunReader(directory)

@@ -108,24 +108,13 @@ def check_model(config: RunConfig, model: StagedModel) -> None:
 
 def check_reading(cell: Cell, run: Run, config: RunConfig) -> None:
     """ValueError if the cell's number could not be read from this run."""
-    if cell.at > run.paper_rounds:
-        raise ConfigError(
-            "at", f"at = {cell.at}: expected at most {run.paper_rounds}, the last round"
-        )
-    take, num_rounds = cell.take, cell.at or run.paper_rounds
-    if take.how in ("mean", "median") and take.number > num_rounds:
-        raise ConfigError(
-            "take",
-            f"take = '{take.how} {take.number:g}': expected at most {num_rounds}, as the cell is "
-            f"read at round {num_rounds}",
-        )
-    if take.is_time and config.privacy.withholds_metrics:
+    if cell.take.is_time and config.privacy.withholds_metrics:
         raise ConfigError(
             "privacy.metrics",
             "privacy.metrics = 'withheld': clients send no seconds, but this recipe reads them; "
             "'exact' sends them, outside the guarantee",
         )
-    if take.how == "seconds a round":
+    if cell.take.how == "seconds a round":
         return
     last, every = last_round_read(cell, run), config.rounds.evaluate_every
     if last % every and last < run.rounds:

@@ -110,23 +110,17 @@ def selected(recipe: Recipe, only: Sequence[str]) -> list[Cell]:
     A name is that of a row, of a column, or of a part of either. On an axis that is named, one of
     its names has to match.
     """
-    if not only:
-        return list(recipe.cells)
-    axes = [
-        {entry.parts[i] for entry in entries}
-        for entries in (recipe.rows, recipe.columns)
-        for i in range(len(entries[0].parts))
-    ]
-    axes += [{entry.name for entry in entries} for entries in (recipe.rows, recipe.columns)]
+    # the names of each cell: the parts of its row and column, and these as a whole
+    names = [[*c.row.parts, *c.column.parts, *c.name] for c in recipe.cells]
+    axes = [{*axis} for axis in zip(*names, strict=True)]
     for name in only:
-        if not any(name in names for names in axes):
+        if not any(name in axis for axis in axes):
             known = ", ".join(sorted(set().union(*axes[:-2])))
             hint = did_you_mean(name, set().union(*axes))
             raise ValueError(f"--only {name!r}: {recipe.name} has {known}{hint}")
-
-    def is_selected(cell: Cell) -> bool:
-        parts = [*cell.row.parts, *cell.column.parts, *cell.name]
-        named = [names & set(only) for names in axes]
-        return all(part in names for names, part in zip(named, parts, strict=True) if names)
-
-    return [cell for cell in recipe.cells if is_selected(cell)]
+    wanted = [axis & {*only} for axis in axes]
+    return [
+        cell
+        for cell, own in zip(recipe.cells, names, strict=True)
+        if all(name in some for name, some in zip(own, wanted, strict=True) if some)
+    ]

@@ -239,11 +239,8 @@ def _entry(name: str, entry: Entry, line: int, body: Lines | None) -> Entry:
     lines = {} if body is None else dict(body.lines)
     if body is not None and entry.tune:
         lines |= body["tune"].lines
-    for key, values in entry.tune.items():
-        if key in entry.keys:
-            raise LineError(lines[key], f"{key} of {name}: it is also under tune, which sets it")
-        if len(set(values)) < len(values):
-            raise LineError(lines[key], f"tune.{key} of {name} = {values}: a value occurs twice")
+    for key in entry.tune.keys() & entry.keys.keys():
+        raise LineError(lines[key], f"{key} of {name}: it is also under tune, which sets it")
     if entry.tuned and len(entry.tune) != 1:
         raise LineError(lines["tuned"], "tuned: expected exactly one key under tune")
     return entry.model_copy(update={"parts": (name,), "line": line, "lines": lines})

@@ -16,7 +16,7 @@ import server_app.manifest
 import server_app.run_directory
 from client_app.setup import client_indices, device_for, forget_sources, open_source
 from keel.experiments.runs import machines_of
-from keel.experiments.verify import checks, readable_checks, unfinished, verify
+from keel.experiments.verify import checks, unfinished, verify
 from protocol.config import keel_version
 from server_app.load_model import load_model
 from server_app.run_reader import RunReader
@@ -26,7 +26,7 @@ PERSONAL = {"num-rounds": 2, "method": "local", "local-test-fraction": 0.2}
 
 def failed(folder, rounds=0):
     """What the checks that fail found."""
-    found = readable_checks(RunReader(folder), rounds)
+    found = checks(RunReader(folder), rounds)
     return [check.found for check in found if not check.passed]
 
 

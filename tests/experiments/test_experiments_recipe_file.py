@@ -47,7 +47,6 @@ TWO = "two: {method: fedprox}"
         (TWO, "two: {tune: {lr: 1}}", 9, "rows.two.tune.lr"),
         ("a: {alpha: 0.5}", "a: {paper: 3}", 5, "paper of a"),
         (TWO, "two: {lr: 0.3, tune: {lr: [0.1, 0.2]}}", 9, "lr of two"),
-        (TWO, "two: {tune: {lr: [0.1, 0.2, 1e-1]}}", 9, "tune.lr of two"),
         (TWO, "two: {tune: {mu: [1]}}", 9, "'mu'"),
         (TWO, "two: fedprox", 9, "rows.two"),
         (TWO, "two: {take: seconds a round}", 11, "seconds a round"),
