@@ -24,12 +24,12 @@ from data.partitions import (
 )
 from data.sources import Reading, Source, load_source, source_without_images
 from models import StagedModel, build_model
-from models.own import too_small
+from models.own import refused_size
 from models.weights import load_weights
 from protocol.config import RunConfig, keel_home
 from protocol.data_keys import numbers_in
 from protocol.messages import DatasetSpec
-from protocol.models import IMAGE_SIZES, Size, model_spec
+from protocol.models import IMAGE_SIZES, model_spec
 from protocol.options import ConfigError
 from protocol.own_code import Own
 from protocol.seeds import seed_of
@@ -227,19 +227,14 @@ def model_for(
 def checked_model(config: RunConfig, source: Source) -> StagedModel:
     """The run's network with its initial weights.
 
-    ConfigError with the least size that it takes, if it cannot take the source's images.
+    ConfigError if it cannot take the source's images.
     """
-    shape, num_classes = source.image_shape, source.num_classes
     try:
         model = model_for(config, source)
         with torch.no_grad():
-            model.eval()(torch.zeros(1, *shape))
+            model.eval()(torch.zeros(1, *source.image_shape))
     except RuntimeError as error:
-
-        def make(size: Size) -> StagedModel:
-            return build_network(config, (shape[0], *size), num_classes)
-
-        raise too_small(config.model.model, make, shape, error) from error
+        raise refused_size(config.model.model, source.image_shape, error) from error
     return model.train()
 
 

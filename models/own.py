@@ -4,9 +4,7 @@ import copy
 import importlib
 import inspect
 import traceback
-import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,11 +13,9 @@ from torch import nn
 from models.cut import TORCH, CutError, cut
 from models.staged import Trunk
 from protocol.code import is_installed
-from protocol.models import IMAGE_SIZES, LIBRARIES, Size, is_library
+from protocol.models import LIBRARIES, Size, is_library
 from protocol.options import ConfigError, did_you_mean
 from protocol.text import in_one_line
-
-COARSE = 4  # pixels between the sizes that are tried first
 
 
 def own_trunk(name: str, own: Any, input_shape: tuple[int, int, int], num_classes: int) -> Trunk:
@@ -35,7 +31,7 @@ def own_trunk(name: str, own: Any, input_shape: tuple[int, int, int], num_classe
         raise
     except Exception as error:
         if is_library(name):
-            raise too_small(name, make, input_shape, error) from error
+            raise refused_size(name, input_shape, error) from error
         raise ConfigError("model", f"model = {name!r}: {in_file(error)}") from error
     generator = torch.Generator().manual_seed(0)
     example = torch.randn(2, *input_shape, generator=generator)
@@ -43,7 +39,7 @@ def own_trunk(name: str, own: Any, input_shape: tuple[int, int, int], num_classe
         with torch.no_grad():
             network.eval()(example)
     except Exception as error:
-        raise too_small(name, make, input_shape, error) from error
+        raise refused_size(name, input_shape, error) from error
     try:
         return cut(network, example)
     except CutError as error:
@@ -116,44 +112,11 @@ def in_file(error: Exception) -> str:
     return f"{place}{type(error).__name__}: {in_one_line(error, 200)}"
 
 
-# --- sizes ----------------------------------------------------------------------------------------
-
-
-def too_small(
-    name: str,
-    make: Callable[[Size], nn.Module],
-    input_shape: tuple[int, int, int],
-    error: Exception,
-) -> ConfigError:
-    """The refusal of images that a network cannot take, with the least size that it can."""
+def refused_size(name: str, input_shape: tuple[int, int, int], error: Exception) -> ConfigError:
+    """The refusal of images that a network cannot take."""
     channels, height, width = input_shape
-    least = least_size(make, channels)
-    advice = f"set image-size to {least} or more" if least else "set image-size or channels"
-    if least and least <= min(height, width):
-        advice = f"it takes {least} x {least}: set image-size={least}"
     return ConfigError(
         "image-size",
         f"model = {name!r} cannot take {channels} x {height} x {width} (channels, height, width): "
-        f"{advice} ({in_one_line(error, 160)})",
+        f"set image-size or channels ({in_one_line(error, 160)})",
     )
-
-
-def least_size(make: Callable[[Size], nn.Module], channels: int) -> int:
-    """The least side of a square that a network takes, in pixels; 0 if it takes none.
-
-    On device "meta", where tensors have shapes but no values.
-    """
-    for coarse in IMAGE_SIZES[::COARSE]:
-        if takes(make, channels, coarse):
-            finer = range(max(IMAGE_SIZES[0], coarse - COARSE + 1), coarse)
-            return next((side for side in finer if takes(make, channels, side)), coarse)
-    return 0
-
-
-def takes(make: Callable[[Size], nn.Module], channels: int, side: int) -> bool:
-    """Whether a network takes squares of this side."""
-    with torch.device("meta"), torch.no_grad(), suppress(Exception), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        make((side, side)).to("meta").eval()(torch.zeros(2, channels, side, side))
-        return True
-    return False

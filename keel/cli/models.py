@@ -5,7 +5,7 @@ from typing import Any
 from keel.cli.arguments import JsonOption, NameArgument
 from keel.tables import Row, show, show_one, terminal_console
 from protocol.config import refuse_unknown
-from protocol.models import MODELS, Size, is_library, model_spec
+from protocol.models import MODELS, is_library, model_spec
 from protocol.own_code import find, is_spec
 
 NUM_CLASSES = 10
@@ -22,8 +22,7 @@ def models(name: NameArgument = None, as_json: JsonOption = False) -> None:
     if not is_spec(name):
         refuse_unknown("model", name, list(MODELS))
     layers = layers_of(name)
-    row = model_row(name, layers) | {"least size": least_size_of(name)}
-    show_one(row, {"layers": layers}, as_json)
+    show_one(model_row(name, layers), {"layers": layers}, as_json)
     if not as_json:
         terminal_console().print(ABOUT_WIDTH)
 
@@ -49,22 +48,6 @@ def default_input(name: str) -> tuple[int, int]:
 def own_network(name: str) -> Any:
     """What a spec of own code names; None for a network of Keel's or of a library."""
     return find(name, "model").value if is_spec(name) and not is_library(name) else None
-
-
-def least_size_of(name: str) -> int:
-    """The least side of a square, in pixels, that a network takes."""
-    from torch import nn
-
-    from models import build_model
-    from models.own import least_size, maker
-
-    channels, _ = default_input(name)
-
-    def make(size: Size) -> nn.Module:
-        return build_model(name, num_classes=NUM_CLASSES, channels=channels, image_size=size)
-
-    uncut = maker(name, own_network(name), channels, NUM_CLASSES) if is_spec(name) else make
-    return least_size(uncut, channels)
 
 
 def layers_of(name: str) -> list[Row]:
