@@ -96,7 +96,7 @@ def test_a_volume_whose_name_is_misspelt_is_named(machine):
     assert not (folder / "volumes/keel-server_run").exists()
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "missing"])
+@pytest.mark.parametrize("damage", ["cut", "missing"])
 def test_a_damaged_archive_changes_nothing_and_is_named(machine, damage):
     folder, run = machine
     commands = documented_commands("NOT BACKED UP")
@@ -107,7 +107,7 @@ def test_a_damaged_archive_changes_nothing_and_is_named(machine, damage):
         if damage == "missing":
             archive.unlink()
         else:
-            archive.write_bytes(archive.read_bytes()[:-20] if damage == "cut" else b"")
+            archive.write_bytes(archive.read_bytes()[:-20])
     now = contents(folder / "volumes" / SITE)
     lines = run(documented_commands("NOT RESTORED"))
     assert lines == [f"{SERVER[2]}: NOT RESTORED"]
