@@ -68,9 +68,6 @@ class Pool(Protocol):
     def returned(self, clients: Set[str]) -> set[str]:
         """Those of these clients, in backoff, that answer again; does not wait for them."""
 
-    def take_late(self) -> list[str]:
-        """Descriptions of the replies that came after their round, since the last call."""
-
     def record_in(self, path: Path, note: Callable[..., Any]) -> None:
         """Keep `roster.json` in the run directory, and note who takes part, with the audit log."""
 
@@ -172,10 +169,6 @@ class WorkerPool:
     def returned(self, clients: Set[str]) -> set[str]:
         """Implements `Pool.returned`: nobody is asked before the backoff has ended."""
         return set()
-
-    def take_late(self) -> list[str]:
-        """Implements `Pool.take_late`: a late reply is left where it is."""
-        return []
 
     def record_in(self, path: Path, note: Callable[..., Any]) -> None:
         """Implements `Pool.record_in`."""

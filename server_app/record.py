@@ -3,7 +3,7 @@
 A run collects one dict a round, which `split` divides. history.jsonl gets
 
     round, num_participants (whose update was aggregated), num_left_out, rejected (replies that
-    failed update validation), num_reset_needed, num_backed_off, num_late, losses, seconds (by
+    failed update validation), num_reset_needed, num_backed_off, losses, seconds (by
     phase; those of all rounds add up to the run's), client_seconds, client_cpu_seconds, bytes_down,
     bytes_up; if measured: global (accuracy, loss), local_global and personal (mean, worst_decile),
     each with `scores` (those of `metrics`), diagnostics, num_evaluation_left_out,
@@ -12,7 +12,7 @@ A run collects one dict a round, which `split` divides. history.jsonl gets
 and clients.jsonl
 
     round, participants, left_out (client to reason), reset_needed (clients whose state is lost or
-    ahead of the server), backed_off (clients not sampled: away or in backoff), late; if measured:
+    ahead of the server), backed_off (clients not sampled: away or in backoff); if measured:
     local_global, personal (client to accuracy), diagnostics (client to value, by measure),
     evaluation_left_out (client to reason), updates (client to seconds, loss, and, where they are
     measured, the norm of its update and the cosine with the mean of the others').
@@ -33,7 +33,7 @@ from server_app.simulated_roster import MAX_LISTED
 from strategies.validation import RoundReport
 
 MAX_LOSS_TERMS = 32  # of a round: clients choose the names, and each is drawn as a curve
-COUNTED = ("participants", "left_out", "reset_needed", "backed_off", "late", "evaluation_left_out")
+COUNTED = ("participants", "left_out", "reset_needed", "backed_off", "evaluation_left_out")
 SCORES = ("local_global", "personal")  # their "clients" has each client's accuracy
 
 

@@ -173,7 +173,6 @@ def training_line(run: Run, number: int, question: Question, report: RoundReport
     weights = strategy.counts(report.accepted)
     line: Line = training_fields(number, report, question.num_bytes, weights, question.seconds)
     line["backed_off"] = question.backed_off
-    line["late"] = run.pool.take_late()
     return line
 
 

@@ -103,7 +103,6 @@ class Sites:
         self.clients = {node: entry.client for node, entry in self.roster.items()}
         self.refused: dict[int, float] = {}  # node: when it is queried again
         self.missing: set[str] = set()
-        self.late: dict[str, str] = {}  # message id: description
         self.probes: dict[str, str] = {}  # message id: the client in backoff that was asked
         self.path: Path | None = None
         self.note: Callable[..., Any] = lambda event, **fields: None
@@ -141,10 +140,7 @@ class Sites:
         exchange = Exchange(
             self.grid, what, asked, on_reply, self.connected, name_of, before_resend
         )
-        silent = exchange.run(self.config.rounds.round_timeout, "round-timeout")
-        for message_id, node in exchange.waiting.items():
-            self.late[message_id] = f"client {self.clients[node]}'s reply to {what}"
-        return silent
+        return exchange.run(self.config.rounds.round_timeout, "round-timeout")
 
     def returned(self, clients: Set[str]) -> set[str]:
         """Implements `Pool.returned`: those that have answered a query of an earlier round.
@@ -166,16 +162,6 @@ class Sites:
                 for message_id in self.grid.push_messages([probe]):
                     self.probes[message_id] = entry.client
         return found
-
-    def take_late(self) -> list[str]:
-        """Implements `Pool.take_late`."""
-        texts = []
-        for reply in self.grid.pull_messages([*self.late]) if self.late else ():
-            text = self.late.pop(reply.metadata.reply_to_message_id, "")
-            if text and not reply.has_error():
-                log.warning("%s came too late and is not used", text)
-                texts.append(text)
-        return texts
 
     def gather(self) -> None:
         """Wait for the clients: those of a new run, or those of a resumed one that are there.

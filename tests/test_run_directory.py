@@ -38,7 +38,6 @@ LINE = {
     "rejected": 0,
     "reset_needed": [],
     "backed_off": ["d"],
-    "late": [],
     "losses": {"supervised": float("nan"), "penalty": 0.5},
     "seconds": {"training": 1.5},
     "bytes_down": 7,

@@ -39,7 +39,6 @@ RECEIVED = ["bytes_up", "evaluation_bytes_up"]
 TROUBLE = {
     "rejected": "rejected",
     "failed": "failed or no reply",
-    "num_late": "late replies",
     "num_backed_off": "away or in backoff",
     "num_evaluation_left_out": "not evaluated",
 }
@@ -189,8 +188,6 @@ class OfClients:
             for client, reason in line.get(key, {}).items():
                 self.problem[client] = server_round, what, reason
                 self.events.append((server_round, client, what, reason))
-        for reason in line["late"]:
-            self.events.append((server_round, "", "late", reason))
         for client in self.away:
             self.events.append((server_round, client, "not sampled", "away or in backoff"))
 

@@ -46,7 +46,6 @@ def line_of(
         "client_seconds": 1.5,
         "client_cpu_seconds": 1.2,
         "backed_off": [],
-        "late": [],
         "global": {"accuracy": accuracy, "loss": 2.3 - 2 * accuracy},
         "seconds": {"training": 1.0 + rng.random() / 10, "aggregation": 0.1, "evaluation": 0.2},
     }

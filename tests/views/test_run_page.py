@@ -60,17 +60,16 @@ def test_clients_left_out_are_listed_with_the_reason_and_counted_by_kind(tmp_pat
     run = make_run(tmp_path / "a", {"method": "fedavg"}, 1)
     line = line_of(2, Random(0)) | {
         **{"left_out": {"b": "norm 9 > 5", "c": "ValueError: no power"}, "rejected": 1},
-        **{"late": ["d, 3 s late"], "backed_off": ["e", "f"]},
+        "backed_off": ["e", "f"],
     }
     append_round(run, line)
     events = run_page.of_clients(ShownRun(run)).events
-    assert len(events) == 5
+    assert len(events) == 4
     assert (2, "b", "left out", "norm 9 > 5") in events
-    assert (2, "", "late", "d, 3 s late") in events
     bars = run_page.main_charts(ShownRun(run))["trouble"]["data"]
     assert {trace["name"]: trace["y"] for trace in bars} == {
         **{"rejected": [0, 1], "failed or no reply": [0, 1]},
-        **{"late replies": [0, 1], "away or in backoff": [0, 2]},
+        **{"away or in backoff": [0, 2]},
     }
 
 
