@@ -1,11 +1,10 @@
 """The workers of a simulation: what they are sent, and what becomes of their answers."""
 
 import itertools
-from collections.abc import Iterable
 
 import pytest
 from flwr.app import Context, Error, Message, RecordDict
-from grid_fixtures import InlineGrid
+from grid_fixtures import InlineGrid, simulated_nodes
 from run_fixtures import NUM_CLIENTS, SMALL, assert_same_run, history_of
 
 from client_app.handlers import answer
@@ -52,17 +51,18 @@ def run_with(workers, keys):
     return run_federation(make_pool, with_num_clients(keys, NUM_CLIENTS)).path
 
 
-@pytest.mark.parametrize("num", [1, 2, NUM_CLIENTS, 20])
-def test_the_bits_do_not_depend_on_the_number_of_workers(num, tmp_path, no_pictures):
-    inline = run_inline(KEYS | {"output-dir": str(tmp_path / "inline")}, NUM_CLIENTS)
-    folder = run_with(Workers(num), KEYS | {"output-dir": str(tmp_path / "workers")})
-    assert_same_run(folder, inline)
-
-
-def test_to_train_an_idle_worker_takes_the_next_message(tmp_path, no_pictures):
-    workers = Workers(1)
-    run_with(workers, KEYS | {"num-rounds": 1, "output-dir": str(tmp_path)})
-    assert workers.sizes == [4, 1]  # to train, and to evaluate
+def test_the_bits_do_not_depend_on_the_workers_of_which_one_may_be_lost(tmp_path, no_pictures):
+    """An idle worker takes the next message: to train there are four for each."""
+    keys = KEYS | {"output-dir": str(tmp_path)}
+    inline = run_inline(keys, NUM_CLIENTS)
+    for num in (1, 2, NUM_CLIENTS, 20):
+        workers = Workers(num)
+        assert_same_run(run_with(workers, keys), inline)
+        assert workers.sizes == [4, min(num, 4)] * 2  # to train, and to evaluate
+    with pytest.raises(RuntimeError, match="the actor died"):
+        run_with(Workers(1, lost=[6]), keys | {"run-name": "cut"})  # in round 2
+    run_with(Workers(2), {"resume": str(tmp_path / "cut")})
+    assert_same_run(tmp_path / "cut", inline)
 
 
 def test_a_client_without_an_answer_in_time_is_left_out_and_named(tmp_path, no_pictures):
@@ -74,34 +74,13 @@ def test_a_client_without_an_answer_in_time_is_left_out_and_named(tmp_path, no_p
     assert client in line["evaluation_left_out"]
 
 
-def test_a_lost_worker_ends_the_run_which_resumes_to_the_same_bits(tmp_path, no_pictures):
-    output = {"output-dir": str(tmp_path), "run-name": "cut"}
-    with pytest.raises(RuntimeError, match="the actor died"):
-        run_with(Workers(1, lost=[6]), KEYS | output)  # in round 2
-    run_with(Workers(2), {"resume": str(tmp_path / "cut")})
-    assert_same_run(tmp_path / "cut", run_inline(KEYS | {"output-dir": str(tmp_path)}, NUM_CLIENTS))
-
-
 # --- Flower's simulation --------------------------------------------------------------------------
-
-
-class Simulation(InlineGrid):
-    """Flower's grid of a simulation: a node is a worker, which answers each message at once."""
-
-    def __init__(self, num):
-        super().__init__([{"partition-id": i, "num-partitions": num} for i in range(num)])
-        self.sent: list[Message] = []
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        messages = list(messages)
-        self.sent += messages
-        return super().push_messages(messages)
 
 
 @pytest.fixture
 def simulation(monkeypatch):
     monkeypatch.setattr("server_app.pool.SETTLE_S", 0.01)
-    return Simulation(2)
+    return InlineGrid(simulated_nodes(2))
 
 
 def test_a_simulation_that_has_ended_ends_the_run(simulation):
