@@ -109,21 +109,13 @@ class RunConfig:
 
     def no_test_part(self, client: str, has_own_data: bool = False) -> ValueError:
         """The error for a client without the local test part on which it is to be evaluated."""
-        why = f"evaluate-clients = {self.rounds.evaluate_clients!r}"
-        if self.rounds.evaluate_clients == "auto":
-            why = f"{self.rounds.method} has personal models, which are evaluated on it"
-            if self.data.source == SITES:
-                why = f"with source = {SITES!r}, the global model is evaluated on it"
-        remedy = "set local-test-fraction, such as local-test-fraction=0.2"
-        if self.data.local_test_fraction:
-            more = "lower the number of clients"
-            if self.data.partition == "dirichlet":  # others ignore min-samples
-                more = f"raise min-samples or alpha, or {more}"
-            remedy = "it has one sample of each of its classes: "
-            remedy += "add samples" if has_own_data else more
+        remedy = "set local-test-fraction, such as 0.2, or give it more samples of a class"
         if has_own_data:
             remedy += ", or put images under test/ in the client's own data"
-        return ValueError(f"client {client} has no local test part ({why}): {remedy}")
+        return ValueError(
+            f"client {client} has no local test part to evaluate its model on (evaluate-clients = "
+            f"{self.rounds.evaluate_clients!r}): {remedy}"
+        )
 
     def table(self, name: str, cls: type[T]) -> T:
         """The options dataclass `cls` from the keys `name.*`, of a method or server optimizer."""
