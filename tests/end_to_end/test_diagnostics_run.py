@@ -16,13 +16,11 @@ from printed_formulas import cka_as_printed, covariances
 from run_fixtures import NUM_CLIENTS, SMALL, final_model, resume, same_bits, without_times
 from safetensors.torch import load_file
 
-import server_app.diagnostics.comparison
 import server_app.report
 from client_app.setup import forget_sources, model_for, open_source
 from keel.cli.main import main
 from protocol.config import resolve_config
 from server_app.diagnostics.comparison import probe_of
-from server_app.diagnostics.monitor import Monitor
 from server_app.run_reader import RunReader
 
 Run = Callable[..., Path]
@@ -132,27 +130,24 @@ def test_the_numbers_are_those_of_the_models_of_the_round(run):
     assert "cka-clients" not in numbers  # one has no other to be like
 
 
-def test_clients_are_compared_pair_by_pair_on_what_they_sent(run, monkeypatch):
-    sent = {}
-    measure = Monitor.measure
-
-    def spy(self, server_round, w_g, replies, folder):
-        sent.update({reply.client: reply.arrays for reply in replies})
-        return measure(self, server_round, w_g, replies, folder)
-
-    monkeypatch.setattr(Monitor, "measure", spy)
-    overrides = {"diagnostics": "cka-clients", "num-rounds": 1, "local-epochs": 2}
-    numbers = RunReader(run(overrides, num_clients=3)).history[-1]["diagnostics"]["cka-clients"]
+def test_clients_are_compared_pair_by_pair_by_their_own_models_not_by_fedrecos_gradients(run):
+    overrides = PERSONAL | {"method": "fedreco", "num-rounds": 2, "fedreco.eta-u": 0.05}
+    overrides |= {"diagnostics": "cka-clients,drift"}
+    folder = run(overrides, num_clients=3)
+    numbers, of_clients = measured(folder)
+    u_0 = checkpoint(folder, 1)
+    models = {client: own_model(folder, client, 2) for client in of_clients["drift"]}
+    for client, own in models.items():
+        expected = distance({k: own[k] for k in u_0}, u_0)
+        assert of_clients["drift"][client] == pytest.approx(expected, rel=1e-6)
     config = resolve_config(SMALL | overrides)
-    reps = [reps_of(config, arrays)[1] for arrays in sent.values()]
+    reps = [reps_of(config, arrays)[1] for arrays in models.values()]
     for layer in LAYERS:
         each = [fast_cka(reps[i][layer], reps[j][layer]) for i, j in ((0, 1), (0, 2), (1, 2))]
-        assert numbers[layer]["mean"] == pytest.approx(np.mean(each), rel=1e-4)
-        assert numbers[layer]["variance"] == pytest.approx(np.var(each), rel=1e-2, abs=1e-9)
-        assert numbers[layer]["pairs"] == 3
-    monkeypatch.setattr(server_app.diagnostics.comparison, "MAX_PAIRED", 2)
-    numbers = RunReader(run(overrides, num_clients=3)).history[-1]["diagnostics"]["cka-clients"]
-    assert numbers["logits"]["pairs"] == 1
+        found = numbers["cka-clients"][layer]
+        assert found["mean"] == pytest.approx(np.mean(each), rel=1e-4)
+        assert found["variance"] == pytest.approx(np.var(each), rel=1e-2, abs=1e-9)
+        assert found["pairs"] == 3
 
 
 def test_a_resumed_run_has_the_numbers_of_one_that_was_not_interrupted(run):
@@ -182,17 +177,6 @@ def test_methods_without_a_whole_global_model_are_measured_as_far_as_there_is_on
         assert "global" in numbers["effective-rank"]
         assert "global" not in numbers["deviation-bound"]
         assert numbers["drift"]["mean"] > 0
-
-
-def test_fedreco_is_measured_by_the_clients_own_models_not_by_their_gradients(run):
-    overrides = PERSONAL | {"method": "fedreco", "num-rounds": 2, "fedreco.eta-u": 0.05}
-    folder = run(overrides | {"diagnostics": "cka-global,drift"}, num_clients=2)
-    _, of_clients = measured(folder)
-    u_0 = checkpoint(folder, 1)
-    for client in ("client-0000", "client-0001"):
-        own = own_model(folder, client, 2)
-        shared = {k: own[k] for k in u_0}
-        assert of_clients["drift"][client] == pytest.approx(distance(shared, u_0), rel=1e-6)
 
 
 def test_clients_of_another_architecture_are_compared_at_features_and_logits(run, monkeypatch):

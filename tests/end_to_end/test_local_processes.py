@@ -49,22 +49,15 @@ def exists(pid):
     return True
 
 
-def test_a_killed_process_is_restarted_and_its_neighbour_left_alone(start):
-    first, second = start(sleeper, sleeper)
+def test_a_killed_process_is_restarted_without_its_children_and_its_neighbour_left_alone(start):
+    first, second = start(parent, sleeper)
     pid, neighbour = first.process.pid, second.process.pid
+    wait_until(lambda: descendants(pid))
+    [child] = descendants(pid)
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: first.starts == 2)
+    wait_until(lambda: first.starts == 2 and not exists(child))
     assert first.process.pid != pid
     assert (second.starts, second.process.pid) == (1, neighbour)
-
-
-def test_children_of_a_killed_process_do_not_outlive_its_pause(start):
-    [only] = start(parent)
-    wait_until(lambda: descendants(only.process.pid))
-    [child] = descendants(only.process.pid)
-    os.kill(only.process.pid, signal.SIGKILL)
-    wait_until(lambda: only.starts == 2)
-    wait_until(lambda: not exists(child))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")

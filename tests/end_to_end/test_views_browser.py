@@ -143,15 +143,12 @@ def test_a_page_whose_token_is_old_says_what_to_do(browser, address):  # noqa: F
 # --- runs ----------------------------------------------------------------------------------------
 
 
-def test_a_heading_sorts_by_its_numbers(page):
+def test_a_heading_sorts_by_its_numbers_and_the_filter_leaves_rows_that_have_all_words(page):
     heading = page.get_by_role("columnheader", name="accuracy")
     heading.get_by_role("button").click()
     assert heading.get_attribute("aria-sort") == "descending"
     shown = [float(cell.inner_text()) for cell in page.locator("tbody td:nth-child(9)").all()]
     assert shown == sorted(shown, reverse=True)
-
-
-def test_the_filter_leaves_rows_that_have_all_words(page):
     page.fill("#filter", "MOON digits")
     assert sorted(names(page)) == ["moon-0", "moon-1", "moon-2"]
     assert page.inner_text("#count") == "3 of 10"
