@@ -49,8 +49,7 @@ def test_its_command_lists_from_its_data_and_a_run_finishes(wheel, tmp_path):
     empty.mkdir()
     shown = {
         "run --clients 2 num-rounds=1 model=cnn-fedreco data-fraction=0.4 run-name=smoke": "smoke",
-        "methods": "fedreco",
-        "models": "cnn-fedreco",
+        "keys": "num-rounds",
         "datasets": "digits",
         "presets": "fedreco",
     }
