@@ -38,7 +38,7 @@ def check_recipe(
                 if key in options.changes:
                     place = "--set"
                 raise ValueError(f"{place} ({'; '.join(cell.name)}): {error}") from error
-    return checks.with_data
+    return list(checks.with_data.values())
 
 
 class Checks:
@@ -46,41 +46,35 @@ class Checks:
 
     def __init__(self, is_only_labels: bool) -> None:
         self.is_only_labels = is_only_labels
-        self.with_data: list[RunConfig] = []
+        self.with_data: dict[tuple[str, str], RunConfig] = {}
         self._checked: set[object] = set()
 
-    def _is_new(self, what: object) -> bool:
+    def _is_new(self, *what: object) -> bool:
         is_new = what not in self._checked
         self._checked.add(what)
         return is_new
 
     def check(self, cell: Cell, candidate: Mapping[str, OptionValue], runs: Sequence[Run]) -> None:
         """Check the runs of one cell and candidate, one a seed."""
-        configs = [run.config for run in runs]
-        first = configs[0]
-        own_keys = frozenset([*cell.row.keys, *candidate])
-        if self._is_new((runs[0].name, own_keys)):
+        first, own_keys = runs[0].config, frozenset([*cell.row.keys, *candidate])
+        if self._is_new(runs[0].name, own_keys):
             check_trackers(first.rounds)
             if lines := keys_without_effect(first, own_keys):
                 raise ValueError(lines[0])
-        for config in configs:  # a partition may be impossible for one seed only
+        for config in (run.config for run in runs):  # a split may be impossible for one seed only
             clients = config.rounds.num_clients
-            if self._is_new((config.data, clients, config.rounds.seed)):
+            if self._is_new(config.data, clients, config.rounds.seed):
                 client_indices(config, 0, clients)
-            if self._is_new((config.data.source, config.data.data_dir)):
-                self.with_data.append(config)
-        if self.is_only_labels:
-            return
-        check_reading(cell, runs[0], first)
-        if self._is_new((runs[0].name, "model")):
-            check_model(first, model_for(first, open_source(first)))
+            self.with_data.setdefault((config.data.source, config.data.data_dir), config)
+        if not self.is_only_labels:
+            check_reading(cell, runs[0], first)
+            if self._is_new(runs[0].name):
+                check_model(first, model_for(first, open_source(first)))
 
 
 def refuse_overriding(cells: Sequence[Cell], changes: Mapping[str, OptionValue]) -> None:
     """ValueError if a --set would override a key in which cells differ."""
-    if not changes:
-        return
-    configs = [resolve_config(cell.keys).flat for cell in cells]
+    configs = [resolve_config(cell.keys).flat for cell in cells] if changes else []
     for key in sorted(changes):
         tuned = {each[key] for cell in cells for each in cell.candidates if key in each}
         values = tuned | {flat.get(key) for flat in configs}

@@ -82,13 +82,13 @@ class Section:
     def reading(self) -> str:
         """How the numbers are read from the runs, and over which seeds."""
         if self.recipe.shows == "labels":
-            return f"{self.label}; the split of seed {self.options.seeds[0]}."
+            return f"The split of seed {self.options.seeds[0]}."
         read = "; ".join(sorted({cell.take.of(cell.of) for cell in self.recipe.cells}))
-        seeds = f"seeds {', '.join(map(str, self.options.seeds))}"
+        seeds = f"Seeds {', '.join(map(str, self.options.seeds))}"
         left_out = (result.by_seed.keys() - result.counted for result in self.results.values())
         for seed in sorted(set().union(*left_out)):
             seeds += f"; tuned cells without seed {seed}, which chose their values"
-        return f"{self.label}; {seeds}; {read}."
+        return "; ".join(filter(None, [seeds, read, self.options.label])) + "."
 
     @property
     def origin(self) -> list[str]:

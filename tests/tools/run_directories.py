@@ -84,8 +84,7 @@ def make_run(
         json.dumps({"config": config, "overrides": dict(overrides)}, indent=2)
     )
     (directory / "manifest.json").write_text(json.dumps({"layout": LAYOUT, "simulated": True}))
-    for name in (HISTORY_FILE, CLIENTS_FILE):
-        (directory / name).touch()
+    written: dict[str, list[str]] = {HISTORY_FILE: [], CLIENTS_FILE: []}
     rng = random.Random(f"{directory.name} {config['method']} {config['seed']}")
     if level is None:
         known = config["method"] in METHODS
@@ -98,7 +97,10 @@ def make_run(
         accuracy = last["global"]["accuracy"]
         if key != "global":
             last[key] = {name: accuracy, "worst_decile": accuracy - 0.1, "clients": {}}
-        append_round(directory, last)
+        for lines, part in zip(written.values(), split(last), strict=True):
+            lines.append(json.dumps(part) + "\n")
+    for name, lines in written.items():
+        (directory / name).write_text("".join(lines))
     accuracy = last["global"]["accuracy"] if last else None
     summary = {
         **{"status": status, "clients": len(clients) or 10, "num_rounds": num_rounds},
