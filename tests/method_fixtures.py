@@ -12,6 +12,7 @@ from client_app.methods.fedavg import FedAvg
 from client_app.methods.fedprox import FedProx
 from client_app.objective import LocalObjective
 from client_app.privacy import privatise
+from client_app.round import on_device
 from client_app.setup import build_network
 from protocol.catalogue import classes, method_names
 
@@ -68,6 +69,25 @@ class Twice(FedAvg):
     def train(self, ctx):
         update = super().train(ctx)
         return replace(update, arrays=privatise(update.arrays, ctx))
+
+
+LONG = {  # phases whose length `local-epochs` does not say
+    "fedpac": {"fedpac.extractor-epochs": 6},
+    "fedreco": {"fedreco.k-u": "12 steps", "fedreco.k-v": "12 steps"},
+    "fedrep": {"fedrep.extractor-epochs": 6},
+}
+
+
+def train_two_rounds(subject, local_epochs=2, **keys):
+    """The updates of a first participation, and of one with client state and what the server sends
+    beside it.
+    """
+    config = subject.config(local_epochs=local_epochs, flip=True, clip_norm=5.0, **keys)
+    state, updates = {}, []
+    for number in (1, 2):  # of three clients: two batches an epoch
+        updates.append(method_of(config).train(subject.round(config, number, state, 3)))
+        state = {group: on_device(a, torch.device("cpu")) for group, a in updates[-1].state.items()}
+    return updates
 
 
 HEAD = {"classifier.weight", "classifier.bias"}

@@ -14,10 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from client_fixtures import Client, initial, make_config, make_round, subject_of, train
-from method_fixtures import METHODS
+from method_fixtures import LONG, METHODS, train_two_rounds
 from run_fixtures import SMALL, all_models, resume, same_bits
-from test_client_graphs import LONG
-from test_client_waits import train_two_rounds
 
 import client_app.graphs
 import client_app.handlers
