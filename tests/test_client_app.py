@@ -33,7 +33,7 @@ from client_app.process_cache import ProcessCache
 from client_app.setup import build_network, client_indices, open_site, open_source, pixels_of
 from client_app.state import StateFolder
 from flower_adapter import GPU_LOST
-from protocol.config import config_from_json, resolve_config
+from protocol.config import config_from_json
 from protocol.messages import (
     RESET_NEEDED,
     TrainRequest,
@@ -339,9 +339,7 @@ ASYNCHRONOUS = "\nCUDA kernel errors might be asynchronously reported. For debug
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has"), 1),
         (RuntimeError(ALLOC_FAILED), 1),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), 1),
         (torch.AcceleratorError(f"CUDA error: unspecified launch failure{ASYNCHRONOUS}"), GPU_LOST),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling"), GPU_LOST),
         (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), GPU_LOST),
         (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"), 1),
     ],
@@ -362,21 +360,13 @@ def test_a_full_gpu_is_told_from_a_lost_one(error, code, tmp_path, monkeypatch):
 def test_a_site_runs_own_code_that_it_offers_and_has(tmp_path, monkeypatch):
     own_fixtures.module(tmp_path, monkeypatch, name="offered")
     config = make_config(method="offered:FedPull")
-    client = Client(config, tmp_path, {"name": "site-a", "source": small_source()})
+    client_node = {"name": "site-a", "source": small_source()}
+    client = Client(config, tmp_path, client_node)
     assert "KEEL_OWN_CODE is not set" in error_of(client.ask("query"))
     monkeypatch.setenv("KEEL_OWN_CODE", "other, offered")
     assert read_roster(client.ask("query")).num_examples == 60
     assert not client.ask("train", 1, initial(config)).has_error()
-
-
-def test_a_site_with_other_own_code_than_the_server_is_refused(tmp_path, monkeypatch):
-    """The server has read the module's file; this one has another since."""
-    config = resolve_config({"method": "fedavg"})
-    monkeypatch.setenv("KEEL_OWN_CODE", "differing")
-    own_fixtures.module(tmp_path, monkeypatch, name="differing")
-    theirs = {**config.flat, "method": "differing:FedPull", "fedpull.mu": 0.1}
-    sent = json.dumps(theirs | {"own": {"differing:FedPull": "0" * 16}})
-    node = {"name": "site-a", "source": small_source()}
-    reason = error_of(Client(config_from_json(sent), tmp_path, node).ask("query"))
-    assert "differing has the digest" in reason
-    assert "install the same on every machine" in reason
+    sent = json.loads(config.to_json())  # the server has read another file of the module
+    sent["own"] = dict.fromkeys(sent["own"], "0" * 16)
+    client = Client(config_from_json(json.dumps(sent)), tmp_path, client_node)
+    assert "offered has the digest" in error_of(client.ask("query"))

@@ -22,7 +22,6 @@ from protocol.code import code_of, code_version
 from protocol.config import config_from_json, resolve_config
 from protocol.options import ConfigError
 from protocol.own_code import Own, find, known, own_of
-from server_app.run_reader import RunReader
 
 
 @pytest.fixture
@@ -229,13 +228,3 @@ def test_own_code_is_other_code_than_keels(mine):
         code_of(config.own)
         == f"{code_version()}, mine.py:FedPull {find(f'{mine}:FedPull', 'method').digest}"
     )
-
-
-def test_only_a_runs_own_options_are_read(tmp_path):
-    (tmp_path / "config.json").write_text(
-        '{"config": {"method": "mine.py:FedPull", "fedpull.mu": 0.3, "fedpush.mu": 1},'
-        ' "overrides": {}}'
-    )
-    config = RunReader(tmp_path).config
-    assert config["fedpull.mu"] == 0.3
-    assert "fedpush.mu" not in config

@@ -60,7 +60,7 @@ def test_fedintrs_projection_heads_decay_at_a_first_participation_if_asked():
     assert set(differ(arrays, without)) == heads.keys()
 
 
-@pytest.mark.parametrize("method", ["moon", "fedintr", "fedcka"])
+@pytest.mark.parametrize("method", ["moon", "fedcka"])
 def test_from_round_2_a_first_participation_may_be_against_the_initial_weights(method):
     config = make_config(method=method, **{f"{method}__first_use": "initial"})
     received = initial(config, seed=5)
