@@ -28,8 +28,6 @@ def update(**keys):
 def test_bf16_is_near_fp32_and_is_not_it(method):
     """bfloat16 keeps 8 bits, so 0.4 % of each number: the step taken must be alike, not equal."""
     keys = {"method": method}
-    if method == "fedcka":
-        keys |= {"model": "cnn-fedcka"}
     if method == "fedrcl":  # pairs enter and leave its sums at the threshold: none does here
         keys |= {"fedrcl__threshold": 1.0, "fedrcl__tau": 0.5}
     plain, half = update(**keys), update(**keys, precision="bf16")

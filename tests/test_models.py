@@ -189,20 +189,6 @@ def test_fan_in_draws_all_layers_and_heads_with_variance_2_over_fan_in():
     assert all(module.training for each in (model, without) for module in each.modules())
 
 
-def test_resnet50_always_has_one_projection():
-    build = {
-        p: build_narrow("resnet50", num_classes=2, channels=1, image_size=28, seed=0, projection=p)
-        for p in ("none", "mlp", "mlp-normalised")
-    }
-    for model in build.values():
-        assert model.stage_names[-2:] == ("conv5_x", "projection")
-        assert model.stage_names.count("projection") == 1
-    with torch.no_grad():
-        h = build["mlp-normalised"].eval().extract(images(2, 1, 28), "projection")
-    torch.testing.assert_close(h.norm(dim=1), torch.ones(2))
-    assert torch.equal(build["none"].classifier.weight, build["mlp"].classifier.weight)
-
-
 @each_model
 def test_projection_heads_take_every_stage_to_256(name):
     """Hidden widths as in FedIntR's code: 256, but 96 after the small CNN's last layer, fc2."""
