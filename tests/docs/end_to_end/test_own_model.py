@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,17 @@ def test_the_pages_model_passes_the_tests_and_trains(
         for name, value in eval(f"{{{line}}}", names).items():
             monkeypatch.setitem(tables.pop(head.partition(":")[0]), name, value)
     assert not tables
-    for test in (
-        test_models.test_layers_come_in_the_order_asked_for_and_leave_the_logits_as_they_are,
-        test_models.test_every_split_puts_the_forward_pass_together_again,
-        test_models.test_extractor_and_head_share_out_the_state,
-        test_models.test_projection_heads_take_every_stage_to_256,
-    ):
-        test("cnn-tiny")
+    tests = [
+        test
+        for test in vars(test_models).values()
+        if [each.args for each in getattr(test, "pytestmark", ())] == [("name", MODELS)]
+    ]
+    assert len(tests) > 1
+    for test in tests:
+        arguments = {"name": "cnn-tiny", "monkeypatch": monkeypatch}
+        test(**{key: arguments[key] for key in signature(test).parameters})
     assert model_problems("cnn-tiny") == []  # the first thing that `keel check-method` checks
-    test, check, run = re.findall(r"^(?:python -m|keel) (.*)", page, re.M)
-    assert test.endswith("tests/test_models.py")
+    words, check, run = re.findall(r"^(?:python -m|keel) (.*)", page, re.M)
+    assert words.endswith("tests/test_models.py")
     assert main([*check.split(), "--help"]) == 0
     assert "parameters  5,130" in printed(*run.split())
