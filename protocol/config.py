@@ -316,8 +316,6 @@ def _parse(flat: FlatConfig, own: Mapping[str, Own]) -> RunConfig:
     rounds, data = parse_options(RoundsConfig, flat), parse_options(DataConfig, flat)
     model, train = parse_options(ModelConfig, flat), parse_options(TrainConfig, flat)
     privacy = parse_options(PrivacyConfig, flat, prefix="privacy.")
-    if data.channels == 2:
-        raise ConfigError("channels", "channels = 2: expected 0 (the source's own), 1 or 3")
     config = RunConfig(rounds, data, model, train, privacy, flat, own)
     for name in ("resume", "output-dir", "data-dir", "weights"):
         if not flat[name]:

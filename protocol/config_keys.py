@@ -288,6 +288,11 @@ class RoundsConfig:
         return [name for name in TRACKERS if name in names_in(self.tracker)]
 
     @property
+    def is_defended(self) -> bool:
+        """Whether each update is compared with the others before they are combined."""
+        return self.norm_bound != "off" or self.aggregation != "mean"
+
+    @property
     def fewest_replies(self) -> int:
         """A round with fewer accepted replies ends the run."""
         return max(self.min_replies, 1 if self.aggregation == "mean" else MIN_ROBUST_REPLIES)

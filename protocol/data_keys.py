@@ -62,7 +62,8 @@ class DataConfig:
         "pixels of a side, or HEIGHTxWIDTH; 0: the model's input size, else the source's own",
     )
     channels: int = option(
-        between(0, 3), "1 or 3; 0: the model's number of channels, else the source's own"
+        Constraint(lambda v: v in (0, 1, 3), "0, 1 or 3"),
+        "1 or 3; 0: the model's number of channels, else the source's own",
     )
     window: str = option(
         Constraint(is_window, "'', or LOW,HIGH as in 0,4095"),

@@ -211,8 +211,7 @@ class Average(Strategy):
         rounds = self.config.rounds
         if rounds.weighting != "auto":
             return rounds.weighting == "examples"
-        is_defended = rounds.norm_bound != "off" or rounds.aggregation != "mean"
-        return self.options.default_weighting == "examples" and not is_defended
+        return self.options.default_weighting == "examples" and not rounds.is_defended
 
     # --- Flower's Strategy: a round -------------------------------------------------------------
 
@@ -237,12 +236,9 @@ class Average(Strategy):
         self.extra_total = self._empty_extra_sum() if self.shares else None
         return messages
 
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """An evaluate message for every client."""
-        nodes = self.cohort.nodes_of(sorted(self.cohort.clients))
-        return self.messages(MessageType.EVALUATE, nodes, arrays, config)
+    def configure_evaluate(self, *about: Any, **more: Any) -> Iterable[Message]:
+        """No messages: Keel's own loop asks for evaluations, with `messages`."""
+        return ()
 
     def messages(
         self, kind: str, nodes: Iterable[int], arrays: ArrayRecord, config: ConfigRecord
@@ -338,10 +334,7 @@ class Average(Strategy):
         Each is needed, or their weights depend on who replies: with `max-weight-share`, if counts
         are not checked.
         """
-        rounds = self.config.rounds
-        if self.needs_updates or self.keeps_updates:
-            return True
-        if rounds.norm_bound != "off" or rounds.aggregation != "mean":
+        if self.needs_updates or self.keeps_updates or self.config.rounds.is_defended:
             return True
         return not self._weights_are_known
 

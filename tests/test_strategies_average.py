@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from flwr.app import Error, Message
+from flwr.app import Error, Message, MessageType
 from run_fixtures import FACTS, answer, same_bits, sent
 from torch import nn
 
@@ -246,8 +246,8 @@ def test_too_few_good_replies_end_the_round_and_name_clients_and_reasons(keys, n
 def test_evaluation_leaves_out_bad_replies_too():
     strategy = average_of(3)
     record = request_record(TrainRequest(strategy.config, FACTS, 1, [0], True, "/run"))
-    messages = sent(list(strategy.configure_evaluate(1, array_record(CURRENT), record, grid=None)))
-    assert len(messages) == 3
+    about = MessageType.EVALUATE, strategy.roster, array_record(CURRENT), record
+    messages = sent(strategy.messages(*about))
     scores = [0.2, 1.2]
     replies = [
         answer(m, TrainReply("x", 1, {}, {}, {"num-examples": 10.0 + i, "global-accuracy": a}))
