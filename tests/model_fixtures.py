@@ -1,4 +1,4 @@
-"""Networks with uninitialised weights: drawing millions takes longer than the rest of a test."""
+"""Networks with weights of 0: drawing millions takes longer than the rest of a test."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,13 +9,13 @@ import torch
 
 @contextmanager
 def undrawn() -> Iterator[None]:
-    """Networks made in this context have uninitialised weights.
+    """Networks made in this context have the weights 0.
 
     The "meta" device draws nothing either, but imports torch's compiler, which takes a second.
     """
     with pytest.MonkeyPatch.context() as patch:
         for draw in ("normal_", "uniform_"):
-            patch.setattr(torch.Tensor, draw, lambda self, *where, **how: self)
+            patch.setattr(torch.Tensor, draw, lambda self, *where, **how: self.zero_())
         yield
 
 
