@@ -43,8 +43,8 @@ def test_an_observer_is_told_what_will_run_then_every_round_then_the_summary(no_
     assert names == ["start", "round", "round", "end"]
     [info] = recorder.told("start")
     assert (info.method, info.server_optimizer, info.source) == ("fedavg", "fedavg", "digits")
-    assert (info.num_train, info.num_test, info.image_shape) == (287, 359, (1, 32, 32))
-    assert (info.model, info.num_parameters) == ("cnn-fedreco", 61_706)
+    assert (info.num_train, info.num_test, info.image_shape) == (143, 359, (1, 16, 16))
+    assert (info.model, info.num_parameters) == ("cnn-fedreco", 15_626)
     assert (info.num_clients, info.clients_per_round, info.num_rounds) == (4, 2, 2)
     assert (info.directory, info.history, info.last_round) == (directory, (), 0)
     assert info.config == json.loads((directory / "config.json").read_text())["config"]

@@ -270,7 +270,11 @@ def test_the_command_refuses_in_one_line_what_it_cannot_measure(run, capsys, tmp
 
 def test_data_that_no_longer_fits_the_run_is_named(run, capsys, tmp_path):
     images = {"x_train": random_images(6, 28, 28), "x_test": random_images(3, 28, 28)}
-    keys = {"source": make_npz(tmp_path / "mine.npz", **images), "data-fraction": 1.0}
+    keys = {
+        "source": make_npz(tmp_path / "mine.npz", **images),
+        "image-size": "0",
+        "data-fraction": 1.0,
+    }
     folder = run(keys | {"partition": "iid", "num-rounds": 1}, num_clients=2)
     for changes in (
         {"y_train": np.array([0, 1, 2, 3, 1, 2]), "y_test": np.array([2, 1, 3])},

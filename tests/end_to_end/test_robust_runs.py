@@ -12,7 +12,13 @@ robust = {
 }
 
 
-liar = {"data-fraction": 0.4, "num-rounds": 4, "batch-size": 16, "partition": "iid"}
+liar = {
+    "image-size": "32",
+    "data-fraction": 0.4,
+    "num-rounds": 4,
+    "batch-size": 16,
+    "partition": "iid",
+}
 
 
 @pytest.fixture

@@ -67,8 +67,8 @@ def test_the_roster_is_in_the_folder(tmp_path):
     folder = run_inline(SMALL | quick | {"output-dir": str(tmp_path)}, 3)
     rows = json.loads((folder / "roster.json").read_text())
     assert [row["client"] for row in rows] == [f"client-000{i}" for i in range(3)]
-    assert sum(sum(row["label_counts"]) for row in rows) == 287  # a fifth of the training digits
+    assert sum(sum(row["label_counts"]) for row in rows) == 143  # a tenth of the training digits
     for row in rows:
-        assert row["image_shape"] == [1, 32, 32]
+        assert row["image_shape"] == [1, 16, 16]
         assert row["model"] == "cnn-fedreco"
         assert row["keel"] == keel_version()

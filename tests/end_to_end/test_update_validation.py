@@ -22,7 +22,7 @@ from protocol.messages import read_reply, reply_content
 from server_app.inline import run_inline
 
 NUM_CLIENTS, BAD, BAD_CLIENT, BAD_ROUND = 4, 1, "client-0001", 2
-KEYS = SMALL | {"data-fraction": 0.4, "num-rounds": 3, "batch-size": 32, "norm-bound": "median"}
+KEYS = SMALL | {"image-size": "32", "data-fraction": 0.4, "num-rounds": 3, "norm-bound": "median"}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -31,7 +31,7 @@ KEYS = {
     "alpha": 1.0,
     "min-samples": 4,
     "seed": 3,
-    "fraction-train": 0.6,  # two of three clients
+    "train-fraction": 0.6,  # two of three clients
     "num-rounds": 4,
     "local-epochs": 2,
     "batch-size": 9,
