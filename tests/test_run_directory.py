@@ -107,32 +107,31 @@ def cut(content: str) -> str:
     return content[: len(content) // 2]
 
 
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        ("config.json", cut),
-        ("config.json", lambda content: "{}"),
-        ("manifest.json", cut),
-        ("summary.json", cut),
-        ("summary.json", lambda content: "[]"),
-        (HISTORY_FILE, lambda content: "damaged" + content),
-        (HISTORY_FILE, lambda content: content.split("\n", 1)[1]),  # without round 1
-        (HISTORY_FILE, lambda content: content.split("\n")[0] + "\n"),  # without the last
-        ("audit.jsonl", lambda content: content.replace('"train"', '"trail"', 1)),
-    ],
-)
-def test_a_damaged_file_is_refused_in_one_line_that_names_it(
-    run, name: str, damage: Callable[[str], str]
-):
+DAMAGE: list[tuple[str, Callable[[str], str]]] = [
+    ("config.json", cut),
+    ("config.json", lambda content: "{}"),
+    ("manifest.json", cut),
+    ("summary.json", cut),
+    ("summary.json", lambda content: "[]"),
+    (HISTORY_FILE, lambda content: "damaged" + content),
+    (HISTORY_FILE, lambda content: content.split("\n", 1)[1]),  # without round 1
+    (HISTORY_FILE, lambda content: content.split("\n")[0] + "\n"),  # without the last
+    ("audit.jsonl", lambda content: content.replace('"train"', '"trail"', 1)),
+]
+
+
+def test_a_damaged_file_is_refused_in_one_line_that_names_it(run):
     path = run({"num-rounds": 2, "local-epochs": 0})
-    file = path / name
-    file.write_text(damage(file.read_text()))
-    before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
-    with pytest.raises(ValueError) as caught:
-        resume(path, num_rounds=3)
-    assert str(file) in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert before == {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
+    for name, damage in DAMAGE:
+        file, content = path / name, (path / name).read_text()
+        file.write_text(damage(content))
+        before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
+        with pytest.raises(ValueError) as caught:
+            resume(path, num_rounds=3)
+        assert str(file) in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert before == {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
+        file.write_text(content)
 
 
 @pytest.mark.parametrize("layout", [None, LAYOUT + 1])

@@ -79,16 +79,16 @@ def test_a_run_records_who_joined_what_was_sent_and_who_was_left_out(run, failin
     assert check_audit(RunReader(folder)) == len(audit_of(folder))
 
 
-@pytest.mark.parametrize("num_cut", [1, 4, None])
-def test_an_end_that_was_cut_off_is_found_and_not_resumed(run, num_cut):
+def test_an_end_that_was_cut_off_is_found_and_not_resumed(run):
     folder = run({"num-rounds": 2, "local-epochs": 0})
     path = folder / AUDIT_FILE
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:-num_cut])) if num_cut else path.unlink()
-    with pytest.raises(ValueError, match=AUDIT_FILE):
-        check_audit(RunReader(folder))
-    with pytest.raises(ValueError, match=AUDIT_FILE):
-        resume(folder, num_rounds=3)
+    for num_cut in (1, 4, None):
+        path.write_text("".join(lines[:-num_cut])) if num_cut else path.unlink()
+        with pytest.raises(ValueError, match=AUDIT_FILE):
+            check_audit(RunReader(folder))
+        with pytest.raises(ValueError, match=AUDIT_FILE):
+            resume(folder, num_rounds=3)
 
 
 def test_a_release_is_counted_before_it_is_requested_and_again_when_a_resume_repeats_it(
