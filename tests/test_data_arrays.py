@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_refused_in_one_line(arrays, named):
 
 
 @pytest.mark.end_to_end
-def test_arrays_and_a_function_that_returns_them_have_the_same_bits(tmp_path):
+def test_arrays_and_a_function_that_returns_them_have_the_same_bits(tmp_path, no_pictures):
     keys = KEYS | {"output-dir": str(tmp_path / "runs"), "test-fraction": 0.2}
     mine = own_fixtures.file(tmp_path, LOAD)
     config = resolve_config(keys | {"source": f"{mine}:load"})

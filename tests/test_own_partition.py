@@ -14,6 +14,7 @@ from protocol.config import resolve_config
 from protocol.options import ConfigError
 from protocol.own_code import own_of
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 KEYS = {key: value for key, value in SMALL.items() if key != "alpha"}  # of dirichlet alone
 LABELS = np.arange(40) % 4
 SITES = {"site-b": list(range(0, 80)), "site-a": range(100, 160)}

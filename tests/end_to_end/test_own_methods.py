@@ -20,7 +20,11 @@ from protocol.code import code_version
 from protocol.options import ConfigError
 from server_app.run_reader import RunReader
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.end_to_end,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("no_pictures"),
+]
 NET = '''"""Two convolutions and a linear layer."""
 
 import torch

@@ -8,7 +8,11 @@ from run_fixtures import SMALL
 import keel
 from protocol.options import ConfigError
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.end_to_end,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("no_pictures"),
+]
 
 
 @pytest.mark.parametrize("name", METHODS)
