@@ -146,8 +146,7 @@ def impostor(local: Loopback, name: str, credentials: Path):
         yield
     finally:
         false.stop()
-        real.start()
-        local.processes[f"supernode-{name}"] = real
+        local.processes[f"supernode-{name}"] = real  # which is started again, as it has ended
 
 
 def test_what_dies_or_lies_costs_no_bit_of_a_run(deployed, tmp_path, capfd):
@@ -173,17 +172,18 @@ def test_what_dies_or_lies_costs_no_bit_of_a_run(deployed, tmp_path, capfd):
     shutil.copy(deployed.credentials / "server" / "ca.pem", stranger)
     node = registered(deployed, "stranger", stranger)
 
-    def stay_away() -> None:
-        log = deployed.log_file("serverapp-executor")
-        with impostor(deployed, name, stranger):
-            wait_until(lambda: f"node {node} is new and does not" in log.read_text(), limit_s)
+    num_rounds, log = len(lines_of(run)) + 1, deployed.log_file("serverapp-executor")
+    with contextlib.ExitStack() as away, ThreadPoolExecutor() as pool:
+        away.enter_context(impostor(deployed, name, stranger))
 
-    num_rounds = len(lines_of(run)) + 1
-    with ThreadPoolExecutor() as pool:
-        away = pool.submit(stay_away)
+        def return_once_it_is_refused(away: contextlib.ExitStack) -> None:
+            with away:
+                wait_until(lambda: f"node {node} is new and does not" in log.read_text(), limit_s)
+
+        returning = pool.submit(return_once_it_is_refused, away.pop_all())
         resumed = words(deployed, {"num-rounds": num_rounds})
         assert main(["resume", str(run), *resumed]) == 0
-        away.result()
+        returning.result()
     assert f"round {num_rounds}/{num_rounds}" in capfd.readouterr().out
     unregister(deployed, node)
 
