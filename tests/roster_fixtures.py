@@ -20,4 +20,5 @@ def entry(name, counts=(10,) * 10, **about):
 
 def config_of(**given):
     """A small run with these keys; underscores stand for hyphens."""
-    return resolve_config(SMALL | {k.replace("_", "-"): v for k, v in given.items()})
+    given = {k.replace("_", "-"): v for k, v in given.items()}
+    return resolve_config(SMALL | {"image-size": "32"} | given)
