@@ -27,9 +27,9 @@ pytest.register_assert_rewrite("run_fixtures")  # its assertions, too, show both
 
 # These take longest and start first, or one worker would wait for the others at the end.
 LONGEST = (
-    *("test_recipe_runs.py", "test_loopback.py", "test_keel_run_flower.py"),
-    *("test_flwr_run.py", "test_tutorials.py", "test_wheel.py"),
-    *("test_own_methods.py", "test_worker.py", "test_keel_check_method.py", "test_api.py"),
+    *("test_loopback.py", "test_own_methods.py", "test_recipe_runs.py", "test_keel_run_flower.py"),
+    *("test_flwr_run.py", "test_keel_check_method.py", "test_tutorials.py", "test_worker.py"),
+    *("test_wheel.py", "test_keel_run.py", "test_library_networks.py", "test_api.py"),
 )
 
 

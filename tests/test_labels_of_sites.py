@@ -19,6 +19,8 @@ from server_app.load_model import load_model
 from server_app.run_reader import ROSTER_FILE, RunReader
 from server_app.sites import keys_of_sites
 
+pytestmark = pytest.mark.end_to_end  # they train whole runs
+
 NAMES = ("cat", "dog", "eel")
 KEYS = {
     "model": "cnn-fedreco",

@@ -13,6 +13,8 @@ from client_app.state import StateFolder
 from protocol.files import versions_in
 from server_app.load_model import load_model
 
+pytestmark = pytest.mark.end_to_end  # they train whole runs
+
 PERSONAL = {"method": "fedreco", "local-test-fraction": 0.2}
 
 

@@ -12,6 +12,8 @@ import keel
 from keel.cli.main import main
 from tests.tools.run_directories import make_table
 
+pytestmark = pytest.mark.end_to_end  # they train whole runs
+
 ROOT = Path(__file__).parent.parent
 
 

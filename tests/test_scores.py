@@ -15,6 +15,8 @@ from keel.views.store import ShownRun
 from protocol.config import resolve_config
 from protocol.options import ConfigError
 
+pytestmark = pytest.mark.end_to_end  # they train whole runs
+
 rng = np.random.default_rng(7)
 
 

@@ -8,6 +8,8 @@ import pytest
 from data_fixtures import random_images, save_image
 from PIL import ExifTags, Image, ImageOps
 
+pytestmark = pytest.mark.end_to_end  # they train whole runs
+
 CLASSES = ("ant", "bee")
 KEYS = {"num-rounds": 1, "lr": 0.05, "local-epochs": 2, "min-samples": 1, "data-fraction": 1.0}
 
