@@ -11,6 +11,7 @@ import errno
 import ipaddress
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -266,7 +267,13 @@ def test_compose_files_are_what_compose_takes(docker, work):
         assert resolved["services"]
         if files[0] == "client":
             command = resolved["services"]["supernode"]["command"]
-            assert 'name="site-a" source="folder:/data" device="cuda"' in command[-1]
+            values = dict(pair.split("=", 1) for pair in shlex.split(command[-1]))
+            assert values == {
+                "name": "site-a",
+                "source": "folder:/data",
+                "classes": "",
+                "device": "cuda",
+            }
 
 
 def test_digits_are_trained_to_the_end_and_a_killed_client_comes_back(deployed):
