@@ -9,7 +9,6 @@ from protocol.text import num_of
 
 MAX_WORKERS = 4096
 MIN_GPUS = 1e-4  # of a worker; Ray's resolution
-CPU_WORKERS = "KEEL_CPU_WORKERS"  # where set, workers get no GPU that was not asked for
 
 
 @dataclass(frozen=True)
