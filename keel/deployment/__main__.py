@@ -35,15 +35,18 @@ def options_of(words: Sequence[str]) -> argparse.Namespace:
     """Those of Flower's options that are looked at here."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--superlink")
-    for name in ("database", "auth-supernode-private-key"):
-        parser.add_argument(f"--{name}", type=Path)
+    parser.add_argument("--database")
+    parser.add_argument("--auth-supernode-private-key", type=Path)
     for name in ("root-certificates", "ssl-certfile", "ssl-ca-certfile"):
         parser.add_argument(f"--{name}", type=Path)
     return parser.parse_known_args(words)[0]
 
 
-def check_database(path: Path) -> None:
+def check_database(name: str) -> None:
     """Create the directory of a database; end the process, with one line, if it is unusable."""
+    if name.startswith(":") or "://" in name:  # such as :flwr-in-memory:, or a URL
+        return
+    path = Path(name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with closing(sqlite3.connect(path)) as database:
@@ -83,7 +86,10 @@ def main(program: str, words: Sequence[str]) -> NoReturn:
     os.umask(0o077)  # the database, among others, is for this user alone
     options = options_of(words)
     ca = options.root_certificates
-    warn_of_certificates([ca, options.ssl_ca_certfile, options.ssl_certfile])
+    try:
+        warn_of_certificates([ca, options.ssl_ca_certfile, options.ssl_certfile])
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     if program == "superlink":
         return_large_blocks()
         if options.database:
@@ -91,7 +97,12 @@ def main(program: str, words: Sequence[str]) -> NoReturn:
     if program == "supernode" and options.superlink and ca:
         report_superlink(options.superlink, ca, options.auth_supernode_private_key)
     sys.argv = [f"keel.deployment {program}", *words]
-    import_module(f"flower_adapter.{MODULES[program]}").main()
+    try:
+        import_module(f"flower_adapter.{MODULES[program]}").main()
+    except Exception as error:
+        if not ca or "certificate" not in str(error).lower():
+            raise
+        sys.exit(f"error: --root-certificates {ca}: {error}: expected the server's ca.pem")
     if program == "supernode":
         log("the SuperNode has lost the SuperLink and ends: start it again")
         os._exit(1)  # another thread would keep the process, which never connects again

@@ -67,6 +67,8 @@ def make_credentials(
             "no server names: pass the names or addresses that clients connect to, such as "
             "--name fl.example.org"
         )
+    if not certificate.exists() and (ca / "ca.pem").exists() and not (ca / "ca.key").exists():
+        raise ValueError(f"{ca / 'ca.key'} is missing: put it back beside its ca.pem")
     folder.mkdir(parents=True, exist_ok=True, mode=0o755)
     before = set(folder.rglob("*"))
     if not certificate.exists():
@@ -201,9 +203,13 @@ def warn_of_certificates(paths: Iterable[Path | None]) -> None:
 
 
 def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    """The key in a PEM file that `make_credentials` has written."""
-    key = load_pem_private_key(path.read_bytes(), None)
-    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    """The key in a PEM file; ValueError if it is damaged or of another kind."""
+    try:
+        key = load_pem_private_key(path.read_bytes(), None)
+    except (ValueError, TypeError) as error:  # TypeError: it has a password
+        raise ValueError(f"{path} is damaged or not a key: {error}") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ValueError(f"{path}: expected an ECDSA key, as `keel deploy credentials` makes")
     return key
 
 

@@ -25,9 +25,9 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
-from protocol.files import private_files, write_atomically
+from protocol.files import STATE_FILE, private_files, write_atomically
 
-client_name = re.compile(r"(?!(?:ca|server)\Z)[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+client_name = re.compile(rf"(?!(?:ca|server|{STATE_FILE})\Z)[A-Za-z0-9][A-Za-z0-9._-]{{0,62}}")
 expected_request = "expected the NAME.pub of `keel deploy key`"
 
 
@@ -71,13 +71,13 @@ def read_requests(text: str, where: str) -> list[tuple[str, str]]:
 
 
 def check_client_names(names: Iterable[str]) -> None:
-    """ValueError unless these may be clients' names, which also name containers."""
+    """ValueError unless these may be clients' names, which name containers and folders of state."""
     containers: dict[str, str] = {}
     for name in names:
         if not client_name.fullmatch(name):
             raise ValueError(
-                f"client {name!r}: expected at most 63 letters, digits, '.', '_' and '-', and not "
-                "'ca' or 'server'"
+                f"client {name!r}: expected at most 63 letters, digits, '.', '_' and '-', not 'ca' "
+                "or 'server', and not the name of a file of client state, such as 'reset-state'"
             )
         other = containers.setdefault(name.lower().replace(".", "-"), name)
         if other != name:

@@ -189,7 +189,10 @@ def check_connection(name: str) -> None:
     path = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
     if ":" in name or not path.exists():  # Flower's command line makes the file
         return
-    found = tomllib.loads(path.read_text()).get("superlink", {})
+    try:
+        found = tomllib.loads(path.read_text()).get("superlink", {})
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
     known = sorted(key for key, value in found.items() if isinstance(value, dict))
     if name not in known:
         raise ValueError(

@@ -71,6 +71,9 @@ def test_a_connection_that_is_not_in_the_file_of_flower_is_refused(tmp_path, mon
     check_connection("b")
     with pytest.raises(ValueError, match="nope"):
         check_connection("nope")
+    (tmp_path / "config.toml").write_text("[superlink")
+    with pytest.raises(ValueError, match=str(tmp_path / "config.toml")):
+        check_connection("b")
 
 
 def test_the_plan_of_a_deployment_says_nothing_of_this_machine_s_data(home, printed, monkeypatch):

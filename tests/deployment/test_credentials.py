@@ -3,12 +3,15 @@
 import datetime
 import hashlib
 import os
+import ssl
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from deployment_fixtures import documented_commands
 from typer.testing import CliRunner
 
@@ -102,6 +105,17 @@ def test_what_was_ended_half_way_is_completed_with_the_keys_that_are_there(tmp_p
     assert not {name for name in changed if name.endswith((".key", ".secret", ".pub"))}
 
 
+def test_an_authority_whose_key_is_elsewhere_gets_no_other_key(tmp_path):
+    make_credentials(tmp_path, ["a.org"])
+    for name in ("ca/ca.key", "server/server.pem"):
+        (tmp_path / name).unlink()
+    before = digests(tmp_path)
+    with pytest.raises(ValueError) as refused:
+        make_credentials(tmp_path, ["a.org"])
+    assert str(tmp_path / "ca/ca.key") in str(refused.value)
+    assert digests(tmp_path) == before
+
+
 @pytest.mark.parametrize(
     ("names", "clients", "named"),
     [
@@ -109,6 +123,7 @@ def test_what_was_ended_half_way_is_completed_with_the_keys_that_are_there(tmp_p
         (["not a name"], ["a"], "'not a name'"),
         (["ok.org"], ["../up"], "'../up'"),
         (["ok.org"], ["site-a", "server"], "'server'"),
+        (["ok.org"], ["reset-state"], "'reset-state'"),  # a file of client state
         (["ok.org"], ["site-a", "Site.A"], "'Site.A'"),  # their containers have one name
     ],
 )
@@ -177,6 +192,20 @@ def test_a_certificate_that_cannot_be_renewed_names_the_file(tmp_path):
         assert digests(tmp_path) == before
 
 
+def test_a_key_that_is_damaged_or_of_another_kind_is_named(tmp_path):
+    make_credentials(tmp_path, ["a.org"])
+    key = tmp_path / "ca/ca.key"
+    rsa_key = rsa.generate_private_key(65537, 2048)
+    for pem in (
+        b"junk",
+        rsa_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
+    ):
+        key.write_bytes(pem)
+        with pytest.raises(ValueError) as refused:
+            renew(tmp_path)
+        assert str(key) in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("days_on", "is_named"), [(-1, True), (0, False), (800, True), (900, True)]
 )
@@ -196,6 +225,23 @@ def test_a_process_warns_of_its_certificate_when_it_starts(tmp_path, monkeypatch
             "superlink", [f"--ssl-certfile={pem}", "--root-certificates", "none.pem", "--insecure"]
         )
     assert f"warning: {pem} " in capsys.readouterr().err
+
+
+def test_a_process_names_a_damaged_certificate_and_one_of_another_authority(
+    tmp_path, made, monkeypatch
+):
+    def fail():
+        raise ssl.SSLError("certificate verify failed")
+
+    monkeypatch.setattr("flower_adapter.superexec.main", fail)
+    monkeypatch.setattr("sys.argv", ["python"])
+    (tmp_path / "damaged.pem").write_text("junk")
+    for program, option, pem in (
+        ("superlink", "--ssl-certfile", tmp_path / "damaged.pem"),
+        ("executor", "--root-certificates", made / "ca/ca.pem"),
+    ):
+        with pytest.raises(SystemExit, match=str(pem)):
+            main(program, [option, str(pem)])
 
 
 def test_an_authority_that_ends_is_replaced_as_documented(tmp_path):

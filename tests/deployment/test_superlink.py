@@ -63,11 +63,15 @@ def test_a_command_that_hangs_is_an_error_of_one_line(client, monkeypatch):
         client.stop(7)
 
 
-def test_a_database_that_cannot_be_used_is_named_and_its_directory_made(tmp_path):
-    check_database(tmp_path / "srv/keel/superlink.db")
+def test_a_database_that_cannot_be_used_is_named_and_its_directory_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for elsewhere in (":flwr-in-memory:", "sqlite:///x/y.db"):
+        check_database(elsewhere)
+    assert not list(tmp_path.iterdir())
+    check_database(str(tmp_path / "srv/keel/superlink.db"))
     assert (tmp_path / "srv/keel").is_dir()
     (tmp_path / "damaged.db").write_bytes(b"no database" * 100)
     (tmp_path / "file").touch()
     for name in ("damaged.db", "file/x.db"):
         with pytest.raises(SystemExit, match=str(tmp_path / name)):
-            check_database(tmp_path / name)
+            check_database(str(tmp_path / name))
