@@ -227,13 +227,20 @@ def check_registered(ca: Path, superlink: str) -> Iterator[Finding]:
         return
     nodes = [n for n in registered_nodes(superlink, ca.read_bytes()) if n.status != "unregistered"]
     for node in sorted(nodes, key=lambda node: (node.name, node.node_id)):
-        if node.status != "online":
-            how = "has never connected" if node.status == "registered" else f"is {node.status}"
+        how = "has never connected" if node.status == "registered" else f"is {node.status}"
+        if not node.name:
+            yield problem(
+                f"SuperNode {node.node_id} {how} and was registered without a client's name: runs "
+                f"refuse it: flwr supernode unregister {node.node_id} deployment"
+            )
+        elif node.status != "online":
             yield problem(
                 f"SuperNode {node.node_id} of {node.name} {how}: run `keel doctor client` on its "
                 "machine"
             )
-    yield fine(f"connected: {num_of('SuperNode', [n.status for n in nodes].count('online'))}")
+    yield fine(
+        f"connected: {num_of('SuperNode', [n.status for n in nodes if n.name].count('online'))}"
+    )
 
 
 # --- containers ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import re
 import subprocess
 
 import pytest
@@ -156,13 +157,15 @@ def test_a_tls_port_without_grpc_is_not_the_port_for_clients(made, tls_server):
 
 def test_every_registered_client_that_is_not_connected_is_named(made, monkeypatch):
     nodes = [(2, "", "unregistered"), (3, "site-a", "offline"), (4, "site-b", "online"),
-             (5, "site-c", "registered")]  # fmt: skip
+             (5, "site-c", "registered"), (6, "", "online"), (7, "", "registered")]  # fmt: skip
     found = [RegisteredNode(node, name, "", status) for node, name, status in nodes]
     monkeypatch.setattr(checks, "check_port", lambda *_: [])
     monkeypatch.setattr(flower_adapter.registration, "registered_nodes", lambda *_: found)
     findings = list(checks.check_registered(made / "ca/ca.pem", "localhost:8000"))
     named = [f.text.split()[1] for f in findings if f.is_problem]
-    assert named == ["3", "5"]
+    assert named == ["6", "7", "3", "5"]
+    [connected] = [f.text for f in findings if not f.is_problem]
+    assert re.findall(r"\d+", connected) == ["1"]  # site-b
 
 
 # --- containers and the command line -------------------------------------------------------------
