@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from models.layers import NORMS
 from models.registry import BUILDERS
 from models.staged import Stage, Trunk
+from protocol.arrays import DTYPES
 from protocol.code import place_of
 from protocol.models import MODELS
 
@@ -50,12 +51,18 @@ def problems_of_stages(trunk: Trunk) -> Iterator[str]:
 
 
 def problems_of_tensors(trunk: Trunk, has_statistics: bool) -> Iterator[str]:
-    """Frozen weights, and statistics of which MODELS does not say.
+    """Types that cannot be sent, frozen weights, and statistics of which MODELS does not say.
 
     has_statistics: whether the network has BatchNorm, as the config reads it from MODELS: methods
     without BatchNorm and private runs refuse it.
     """
     chain = nn.ModuleDict(trunk.stages)
+    for key, value in chain.state_dict().items():
+        if key.endswith("._extra_state"):  # what `get_extra_state` returned, of any type
+            yield f"{key}: only parameters and buffers are sent: store this state in buffers"
+        elif value.layout is not torch.strided or value.dtype not in DTYPES:
+            kind = value.dtype if value.layout is torch.strided else value.layout
+            yield f"{key} is {kind}: expected one of {', '.join(map(str, DTYPES))}"
     for key, parameter in chain.named_parameters():
         if not parameter.requires_grad:  # training would set it to True
             yield f"{key} has requires_grad = False: store what stays constant in a buffer"

@@ -17,6 +17,7 @@ from server_app.confusion import note_confusion
 from server_app.history import Line
 from server_app.record import client_fields
 from server_app.start import Question, Run
+from strategies.cohort import BACKOFF_ROUNDS
 from strategies.validation import RECORD_BYTES, RoundReport
 
 log = logging.getLogger("keel.server")
@@ -75,11 +76,14 @@ def note_missing(run: Run, number: int, scored: Sequence[TrainReply]) -> None:
 
 def not_to_evaluate(run: Run, number: int, clients: Set[str], silent: Set[str]) -> dict[str, str]:
     """Those of these clients that are not asked to evaluate, and why: each may cost a timeout."""
-    strategy = run.experiment.strategy
+    cohort = run.experiment.strategy.cohort
     reasons = {
-        "in backoff": strategy.cohort.backed_off(number),
+        "no answer to the last evaluations": cohort.evaluation_backoff.backed_off(
+            number, clients, 0
+        ),
+        "in backoff": cohort.backed_off(number),
         "no answer in this round's training": silent,
-        "not connected": strategy.cohort.away,
+        "not connected": cohort.away,
     }
     return {c: why for why, found in reasons.items() for c in sorted(clients & found)}
 
@@ -100,7 +104,16 @@ def ask_to_evaluate(
     question.ask(replies.append, 2 * RECORD_BYTES)
     strategy.aggregate_evaluate(number, replies)
     report, strategy.report = strategy.report, RoundReport()
-    strategy.cohort.note(number, set(clients) - question.silent, question.silent)
+    backoff, answered = strategy.cohort.evaluation_backoff, set(clients) - question.silent
+    for client in backoff.note(number, answered, question.silent):
+        log.warning(
+            "%s: client %s gave no answer to %d evaluations in a row; it is not evaluated for %d "
+            "rounds, or until it answers",
+            what,
+            client,
+            backoff.failures[client],
+            BACKOFF_ROUNDS,
+        )
     if report.left_out:
         run.audit.note("rejected", round=number, kind="evaluate", clients=report.left_out)
     return report, question.num_bytes

@@ -32,7 +32,7 @@ from protocol.messages import TrainReply
 from server_app.simulated_roster import MAX_LISTED
 from strategies.validation import RoundReport
 
-MAX_LOSS_TERMS = 32  # of a round: clients choose the names, and each is drawn as a curve
+MAX_LOSS_TERMS = 32  # of a run: clients choose the names, and each is drawn as a curve
 COUNTED = ("participants", "left_out", "reset_needed", "backed_off", "evaluation_left_out")
 SCORES = ("local_global", "personal")  # their "clients" has each client's accuracy
 
@@ -80,17 +80,21 @@ def training_fields(
     report: RoundReport,
     bytes_down: int,
     weights: Sequence[float],
+    known_terms: set[str],
     answer_seconds: Mapping[str, float],
 ) -> dict[str, Any]:
     """What is about training.
 
     weights: of the accepted replies' losses; their numbers of examples, capped as in the average.
-    Recorded are the MAX_LOSS_TERMS losses that most clients sent.
+    known_terms: the names of the run's losses so far; those that are new are added to it, first
+    what most clients sent, up to MAX_LOSS_TERMS in all. Other losses are not recorded.
     answer_seconds: of each site until its reply was there.
     """
     senders = Counter(n for r in report.accepted for n in r.metrics if n.startswith("loss."))
+    new = sorted(senders.keys() - known_terms, key=lambda name: (-senders[name], name))
+    known_terms.update(new[: MAX_LOSS_TERMS - len(known_terms)])
     losses = {}
-    for name in sorted(sorted(senders, key=lambda n: (-senders[n], n))[:MAX_LOSS_TERMS]):
+    for name in sorted(senders.keys() & known_terms):
         pairs = [
             (reply.metrics[name], weight)
             for reply, weight in zip(report.accepted, weights, strict=True)

@@ -70,6 +70,7 @@ def run_rounds(
 ) -> None:
     """All rounds from the first or the checkpoint's, then the final model and the report."""
     history = run.directory.rewind(run.start.round)
+    run.loss_terms = {f"loss.{name}" for line in history for name in line["losses"]}
     reporter = Reporter(run, history, observers)
     at_exit(reporter.interrupted)
     run.progress = reporter.replied
@@ -129,11 +130,13 @@ def sample(run: Run, number: int, arrays: Arrays) -> list[Message]:
 
 def end_backoffs(run: Run, number: int) -> None:
     """Have the clients in backoff that answer again take part again."""
-    backoff = run.experiment.strategy.cohort.backoff
-    waiting = {client for client, last in backoff.last_rounds.items() if number <= last}
+    cohort = run.experiment.strategy.cohort
+    backoffs = cohort.backoff, cohort.evaluation_backoff
+    waiting = {c for each in backoffs for c, last in each.last_rounds.items() if number <= last}
     for client in sorted(run.pool.returned(waiting)):
         log.info("client %s answers again, and takes part from round %d on", client, number)
-        backoff.end([client])
+        for each in backoffs:
+            each.end([client])
 
 
 def ask(run: Run, number: int, messages: Sequence[Message]) -> Question:
@@ -171,7 +174,9 @@ def training_line(run: Run, number: int, question: Question, report: RoundReport
     """The part of the round's line that is about training."""
     strategy = run.experiment.strategy
     weights = strategy.counts(report.accepted)
-    line: Line = training_fields(number, report, question.num_bytes, weights, question.seconds)
+    line: Line = training_fields(
+        number, report, question.num_bytes, weights, run.loss_terms, question.seconds
+    )
     line["backed_off"] = question.backed_off
     return line
 

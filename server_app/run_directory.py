@@ -30,6 +30,7 @@ from protocol.files import (
     write_version,
 )
 from protocol.options import OptionValue
+from protocol.text import num_of
 from server_app.history import Line
 from server_app.manifest import AuditLog, check_audit, finish_manifest
 from server_app.record import split
@@ -323,7 +324,12 @@ def open_run_directory(
 
 def check_num_rounds(run: RunReader, config: RunConfig) -> None:
     """ValueError, one line, if the run cannot be resumed with the num-rounds of this config."""
-    num_rounds, before = config.rounds.num_rounds, run.config["num-rounds"]
+    num_rounds, before, done = config.rounds.num_rounds, run.config["num-rounds"], run.last_round
+    if num_rounds == done < before and done % config.rounds.evaluate_every:
+        raise ValueError(
+            f"{run.directory.name}: {num_of('round is', done, 'rounds are')} done, and the last "
+            f"was not evaluated: set num-rounds={done + 1} or more"
+        )
     reader = config.rounds.method if method_of(config).depends_on_num_rounds() else ""
     if config.train.lr_schedule == "cosine":
         reader = "lr-schedule = 'cosine'"

@@ -59,6 +59,7 @@ class Run:
     progress: Callable[[str, int, int], None] = lambda what, num_replies, num_asked: None
     # warnings that the summary repeats, beside those on the data
     notes: Sequence[str] = ()
+    loss_terms: set[str] = field(default_factory=set)  # recorded so far
     # the scores of `metrics` that a warning has named, of clients and of the global model
     missing_scores: set[str] = field(default_factory=set)
     missing_global_scores: set[str] = field(default_factory=set)

@@ -81,6 +81,7 @@ class Cohort:
 
     roster: node id to the client behind it; may change between rounds (a restarted SuperNode).
     away: clients that are not connected. last_accepted_rounds: by client.
+    evaluation_backoff: counts evaluations alone, as a client may train and answer no evaluation.
     """
 
     def __init__(self, rounds: RoundsConfig) -> None:
@@ -89,6 +90,7 @@ class Cohort:
         self.away: set[str] = set()
         self.last_accepted_rounds: dict[str, int] = {}
         self.backoff = Backoff(rounds.backoff_after)
+        self.evaluation_backoff = Backoff(rounds.backoff_after)  # not in `state`
 
     @property
     def node_of(self) -> Mapping[str, int]:

@@ -23,6 +23,17 @@ def frozen():
     return body
 
 
+def with_buffer(buffer):
+    tail = nn.Identity()
+    tail.register_buffer("odd", buffer)
+    return tail
+
+
+class WithExtraState(nn.Identity):
+    def get_extra_state(self):
+        return {"k": 3}
+
+
 class TwoOutputs(nn.Module):
     def forward(self, x):
         return x, x
@@ -54,6 +65,11 @@ MISTAKES = {
         lambda: trunk_of(body=nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))),
         "conv1.body.1",
     ),
+    "complex numbers": (
+        lambda: trunk_of(tail=with_buffer(torch.ones(3, dtype=torch.complex64))),
+        "conv1.tail.odd",
+    ),
+    "extra state": (lambda: trunk_of(tail=WithExtraState()), "conv1.tail._extra_state"),
     "another width": (lambda: trunk_of(width=8), "[1, 8]"),
     "a buffer that is replaced": (lambda: trunk_of(tail=Averaging()), "conv1.tail.average"),
 }

@@ -192,9 +192,11 @@ def test_a_model_that_diverges_ends_the_run_with_its_checkpoint_of_the_round_bef
 
     monkeypatch.setattr(Average, "next_arrays", diverges)
     with pytest.raises(DivergedError):
-        run({"method": "fedavg", "num-rounds": 4, "run-name": "cut"})
+        run({"method": "fedavg", "num-rounds": 4, "evaluate-every": 4, "run-name": "cut"})
     assert [line["round"] for line in history_of(tmp_path / "cut")] == [1, 2]
     monkeypatch.setattr(Average, "next_arrays", step)
+    with pytest.raises(ValueError, match="num-rounds=3"):  # round 2 was not evaluated
+        resume(tmp_path / "cut", num_rounds=2)
     resume(tmp_path / "cut")
     assert same_bits(all_models(tmp_path / "cut"), all_models(run({"num-rounds": 4})))
 

@@ -99,13 +99,22 @@ def test_nobody_is_backed_off_where_too_few_would_be_left(hung):
         hung(keys | {"min-replies": 2}, **silent)
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.25])
-def test_unanswered_evaluations_count_and_nobody_waits_twice_in_a_round(hung, fraction):
-    keys = {"local-test-fraction": 0.2, "num-rounds": 4, "train-fraction": fraction}
-    keys |= {"evaluate-clients": "all", "backoff-after": 2}
-    history, pool = hung(keys, kinds=(MessageType.TRAIN, MessageType.EVALUATE))
-    assert pool.asked == [1, 2]
-    reasons = [line["evaluation_left_out"]["client-0001"] for line in history]
-    assert reasons[2:] == ["in backoff"] * 2
-    if fraction == 1:
-        assert reasons[0] == "no answer in this round's training"
+in_training = {1: "no answer in this round's training", 3: "in backoff"}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "not_evaluated"),
+    [
+        ((MessageType.TRAIN, MessageType.EVALUATE), in_training),
+        ((MessageType.EVALUATE,), {3: "no answer to the last evaluations"}),
+    ],
+)
+def test_a_client_that_hangs_is_waited_for_as_often_as_backoff_says(hung, kinds, not_evaluated):
+    keys = {"local-test-fraction": 0.2, "num-rounds": 4}
+    keys |= {"evaluate-clients": "all", "backoff-after": 2, "min-replies": 2}
+    history, pool = hung(keys, kinds=kinds)
+    assert len(pool.asked) == 2
+    for number, reason in not_evaluated.items():
+        assert history[number - 1]["evaluation_left_out"]["client-0001"] == reason
+    trains = "client-0001" in history[-1]["participants"]
+    assert trains == (MessageType.TRAIN not in kinds)
