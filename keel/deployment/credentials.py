@@ -96,7 +96,7 @@ def renew(folder: Path, names: Sequence[str] = (), days: int = 825) -> list[str]
     authority = load_certificate(ca / "ca.pem")
     try:
         load_certificate(path).verify_directly_issued_by(authority)
-    except InvalidSignature:
+    except (InvalidSignature, ValueError, TypeError):  # of another subject or kind of key
         raise ValueError(f"{ca / 'ca.pem'} is not the CA of {path}: put that `ca` back") from None
     last = authority.not_valid_after_utc
     left = (last - datetime.datetime.now(datetime.UTC)).days
