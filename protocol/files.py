@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -136,9 +137,16 @@ def versions_in(folder: Path, last_round: int | None = None) -> list[Path]:
 
 
 def write_output(path: Path, content: bytes) -> None:
-    """Write a file, or to a device, that the user has named; an OSError names it."""
-    with naming(path):
-        path.write_bytes(content)
+    """`write_atomically` for a user's path, which may be a device; a file keeps its mode."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():  # a pipe or a device
+        with naming(path):
+            path.write_bytes(content)
+        return
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
+    write_atomically(path, content)
+    if mode is not None:
+        path.chmod(mode)
 
 
 def part_of(path: Path) -> Path:

@@ -3,6 +3,7 @@
 import os
 import resource
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from protocol.files import (
     private_files,
     remove_parts,
     write_atomically,
+    write_output,
 )
 
 
@@ -31,7 +33,7 @@ def test_the_file_is_synced_before_it_is_renamed_and_its_entry_after(tmp_path, m
     assert part.endswith(".part")
 
 
-@pytest.mark.parametrize("write", [write_atomically, append_line])
+@pytest.mark.parametrize("write", [write_atomically, write_output, append_line])
 def test_a_full_disk_is_an_error_that_names_the_file_which_stays(write, tmp_path):
     path, limits = tmp_path / "a.csv", resource.getrlimit(resource.RLIMIT_FSIZE)
     path.write_bytes(b"old\n")
@@ -43,6 +45,16 @@ def test_a_full_disk_is_an_error_that_names_the_file_which_stays(write, tmp_path
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_bytes() == b"old\n"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_users_file_keeps_its_mode_and_a_device_is_written_to(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"1")
+    path.chmod(0o640)
+    write_output(path, b"2")
+    assert (path.read_bytes(), path.stat().st_mode & 0o777) == (b"2", 0o640)
+    write_output(Path("/dev/null"), b"3")
+    assert Path("/dev/null").is_char_device()
 
 
 def test_only_the_parts_of_processes_that_have_ended_are_removed(tmp_path):

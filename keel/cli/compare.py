@@ -1,5 +1,6 @@
 """`keel compare`: runs in one table and one plot."""
 
+import io
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -82,14 +83,16 @@ def compare(
     path = (plot or keel_home() / "comparisons" / f"{comparison_name(found)}.png").expanduser()
     from keel.results import compare as curves_of
 
-    differing = [key for key in keys if key in found[0].config] or ["method"]
+    differing = [key for key in keys if any(key in run.config for run in found)] or ["method"]
     figure = curves_of(found, by or differing, of or "", band)
     with nullcontext() if plot else private_files():
         path.parent.mkdir(parents=True, exist_ok=True)
+        picture = io.BytesIO()
         try:
-            figure.savefig(path, dpi=150)
+            figure.savefig(picture, dpi=150, format=path.suffix[1:])
         except ValueError as error:  # an unknown format
             raise ValueError(f"--output {path}: {error}") from error
+        write_output(path, picture.getvalue())
     print(f"plot: {path}")
 
 

@@ -276,8 +276,20 @@ def test_options_of_other_methods_are_left_out(tmp_path):
     assert [label_of(run, keys) for run in found] == labels
 
 
+def test_runs_that_differ_in_an_own_methods_option_are_lines_of_their_own(
+    tmp_path, printed, monkeypatch
+):
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *where, **how: drawn.append(figure))
+    make_run(tmp_path / "plain", {}, 2)
+    for mu in (0.1, 1.0):
+        make_run(tmp_path / f"m{mu}", {"method": "mine.py:FedPull", "fedpull.mu": mu}, 2)
+    printed("compare", *(str(tmp_path / name) for name in ("plain", "m0.1", "m1.0")))
+    assert len(drawn[0].axes[0].get_legend().get_texts()) == 3
+
+
 def test_a_comparison_does_not_overwrite_the_plot_of_another(two, home, printed, monkeypatch):
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **how: path.touch())
+    monkeypatch.setattr(Figure, "savefig", lambda *where, **how: None)
     plots = [
         printed("compare", *names).splitlines()[-1].removeprefix("plot: ")
         for names in (["one", "other"], ["one"], ["other", "one"], ["one", "other"])
