@@ -45,7 +45,7 @@ class WorkerOptions:
 
 def check_gpus(name: str, gpus: float) -> None:
     """CommandOptionError unless Ray can give a worker this many GPUs, a number >= 0."""
-    if gpus < 0 or (gpus > 1 and gpus % 1) or 0 < gpus < MIN_GPUS:
+    if not gpus >= 0 or (gpus > 1 and gpus % 1) or 0 < gpus < MIN_GPUS:
         raise CommandOptionError(
             name,
             f"{gpus:g}: expected a whole number or a fraction from {MIN_GPUS:g} to 1: Ray gives a "

@@ -1,5 +1,6 @@
 """Jobs: what is refused before a run, how many workers there are, and what flwr would be told."""
 
+import math
 import tomllib
 
 import pytest
@@ -78,6 +79,7 @@ REMOTE = {"engine": Engine.deployment, "federation": "a:1"}
         (REMOTE | {"clients": 3}, "clients"),
         (FLOWER | {"cpus_per_client": 0.5}, "cpus_per_client"),
         (FLOWER | {"gpus_per_client": 1.5}, "gpus_per_client"),
+        (FLOWER | {"gpus_per_client": math.nan}, "gpus_per_client"),
         (FLOWER | {"ray": ""}, "ray"),
     ],
 )

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import click
 import typer
+from click.core import ParameterSource
 from typer.core import TyperGroup
 
 from protocol.text import printable
@@ -66,7 +67,22 @@ def load(name: str) -> click.Command:
         command = command.commands[name]
     if isinstance(command, TyperGroup):
         command.suggest_commands = False  # Click suggests them already
+    for each in command.commands.values() if isinstance(command, click.Group) else [command]:
+        for parameter in each.params:
+            if isinstance(parameter.type, click.Path) or parameter.name in ("run", "runs"):
+                parameter.callback = refuse_empty
     return command
+
+
+def refuse_empty(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    """The value; BadParameter for an empty path or RUN, such as "$RUN" where that is not set.
+
+    It would mean the current directory, or the newest run.
+    """
+    is_given = context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
+    if is_given and "" in (value if isinstance(value, list | tuple) else [value]):
+        raise click.BadParameter("is empty", context, parameter)
+    return value
 
 
 class LazyGroup(TyperGroup):

@@ -154,6 +154,20 @@ def test_a_group_without_a_command_shows_its_help_alone(name, capsys):
     assert "completion" not in said.out
 
 
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["status", ""], "RUN"),
+        (["compare", "RUN", ""], "RUN"),
+        (["predict", "RUN", ""], "IMAGE"),
+        (["deploy", "credentials", "--credentials="], "--credentials"),
+    ],
+)
+def test_an_empty_path_or_run_is_refused(words, name, refusal):
+    """A shell's variable that is not set would be the directory, or the newest run."""
+    assert name in refusal(*words)
+
+
 def test_ctrl_c_while_keel_is_imported_is_no_traceback(monkeypatch):
     class Interrupted(ModuleType):
         def __getattr__(self, name):
