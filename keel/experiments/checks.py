@@ -6,7 +6,7 @@ from pathlib import Path
 from client_app.methods import method_of
 from client_app.setup import client_indices, model_for, open_source
 from keel.experiments.recipe import Cell, Recipe
-from keel.experiments.runs import Options, Run, last_round_read, run_of
+from keel.experiments.runs import Options, Run, last_round_read, paper_round_read, run_of
 from models import StagedModel
 from protocol.config import RunConfig, resolve_config
 from protocol.options import ConfigError, OptionValue
@@ -102,6 +102,11 @@ def check_model(config: RunConfig, model: StagedModel) -> None:
 
 def check_reading(cell: Cell, run: Run, config: RunConfig) -> None:
     """ValueError if the cell's number could not be read from this run."""
+    take, num_rounds = cell.take, paper_round_read(cell, run)
+    if take.how in ("mean", "median") and take.number > num_rounds:
+        raise ConfigError(
+            "take", f"take = '{take.how} {take.number:g}': expected at most {num_rounds} rounds"
+        )
     if cell.take.is_time and config.privacy.withholds_metrics:
         raise ConfigError(
             "privacy.metrics",

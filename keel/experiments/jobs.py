@@ -55,6 +55,14 @@ def job_name(recipe: Recipe, options: Options) -> str:
     return f"{slug[:MAX_SLUG]}-{digest(json.dumps(names).encode())[:8]}"
 
 
+def damaged(path: Path, error: ValueError) -> ValueError:
+    """The refusal of a job file."""
+    return ValueError(
+        f"{path}: {' '.join(str(error).split())}; to leave its table out, move this file away "
+        "(runs are kept)"
+    )
+
+
 def load_job(path: Path) -> tuple[Recipe, Options]:
     """`Job.load` of a file. ValueError if it is damaged, or names a key that no longer exists."""
     try:
@@ -62,10 +70,7 @@ def load_job(path: Path) -> tuple[Recipe, Options]:
         for cell in recipe.cells:
             run_of(cell, cell.candidates[0], 0, options, path.parent)
     except ValueError as error:
-        raise ValueError(
-            f"{path}: {' '.join(str(error).split())}; to leave its table out, move this file away "
-            "(runs are kept)"
-        ) from error
+        raise damaged(path, error) from error
     return recipe, options
 
 
@@ -75,13 +80,23 @@ def save_job(
     """Record what is run, for the report; returns all that was asked for in this job so far.
 
     A call with a recipe of this name and these options continues its job: its seeds come first, so
-    that the one that tunes stays, and selected cells are added.
+    that the one that tunes stays, and selected cells are added. ValueError if the job is damaged or
+    is that of another recipe of this name.
     """
     path = output / "jobs" / f"{job_name(recipe, options)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    before = Job.model_validate_json(path.read_bytes()) if path.exists() else None
+    try:
+        before = Job.model_validate_json(path.read_bytes()) if path.exists() else None
+    except ValueError as error:
+        raise damaged(path, error) from error
+    place = str(recipe.path.absolute())
+    if before and before.recipe != place and before.text != recipe.text:
+        raise ValueError(
+            f"recipe {place}: {output} has the table of another recipe of this name, "
+            f"{before.recipe}: choose another --output, or rename one of the two files"
+        )
     job = Job(
-        recipe=str(recipe.path.absolute()),
+        recipe=place,
         text=recipe.text,
         changes=dict(options.changes),
         seeds=list(dict.fromkeys([*(before.seeds if before else []), *options.seeds])),

@@ -19,7 +19,13 @@ from protocol.files import digest
 from protocol.own_code import FOLDER
 from protocol.text import num_of, printable
 from server_app.inline import run_inline
-from server_app.manifest import check_audit, newest_states, signed_files, versions
+from server_app.manifest import (
+    NUM_NOTED_ROUNDS,
+    check_audit,
+    newest_states,
+    signed_files,
+    versions,
+)
 from server_app.observers import RunInfo, RunObserver
 from server_app.run_reader import AUDIT_FILE, MANIFEST_FILE, SUMMARY_FILE, RunReader
 
@@ -194,10 +200,10 @@ class Replay(RunObserver):
 
 
 def replay_checks(run: RunReader, rounds: int, is_same_setup: bool, device: str) -> Iterator[Check]:
-    """The split and the first rounds of which the manifest has digests, replayed."""
+    """The split and the first rounds, replayed; the manifest has the digests of both."""
     manifest, default = run.manifest, default_config()
     keys = {key: value for key, value in run.config.items() if value != default.get(key)}
-    replay = Replay(min(rounds, len(manifest.get("rounds", {}))))
+    replay = Replay(min(rounds, run.last_round, NUM_NOTED_ROUNDS))
     with tempfile.TemporaryDirectory() as scratch:
         keys |= {"output-dir": scratch, "run-name": "", "device": device, "tracker": "none"}
         keys |= {"num-clients": manifest["clients"]}
@@ -208,8 +214,12 @@ def replay_checks(run: RunReader, rounds: int, is_same_setup: bool, device: str)
         yield Check(now == then, f"{key}: {now}" + ("" if now == then else f", expected {then}"))
     has_to_be_same = is_same_setup and not any_gpu(replay.manifest.get("machines", []))
     for line, ours in zip(run.history, replay.lines, strict=False):
-        then, now = (m["rounds"][str(line["round"])] for m in (manifest, replay.manifest))
-        yield round_check(line, ours, then, now, has_to_be_same)
+        number = str(line["round"])
+        then, now = (m.get("rounds", {}).get(number, "") for m in (manifest, replay.manifest))
+        if then:
+            yield round_check(line, ours, then, now, has_to_be_same)
+        else:  # a later round has none after a resume with other versions
+            yield Check(number != "1", f"round {number}: not compared, the manifest has no digest")
 
 
 def round_check(

@@ -83,6 +83,15 @@ def test_a_changed_file_is_found(run, name):
     assert name in out.getvalue()
 
 
+@pytest.mark.parametrize("rounds", [{}, {"x": "y"}])
+def test_a_manifest_without_the_digest_of_a_round_is_not_passed(run, rounds):
+    folder = run({"num-rounds": 1})
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"rounds": rounds}))
+    [found] = failed(folder, 2)
+    assert found.startswith("round 1: ")
+
+
 def test_client_state_that_is_missing_damaged_or_added_is_found(run):
     folder = run(PERSONAL)
     states = RunReader(folder).manifest["kept"]

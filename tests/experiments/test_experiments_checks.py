@@ -34,6 +34,7 @@ RECO = "method: fedreco, local-test-fraction: 0.3, of: personal.mean"
         (FEDPROX, "min-replies: 7", "line 9", "4 clients"),
         (FEDPROX, "method: fedprox, evaluate-clients: all", "lines 9 and 5", "client-0000"),
         (FEDPROX, f"{RECO}, fedreco.split: x", "lines 9 and 5", "fedreco"),
+        ("title: x", "take: mean 9", "line 1", "mean 9"),
         ("title: x", "at: 3", "line 1", "evaluate-every = 2"),
         (
             "title: x\nseeds: 2\nconfig: {",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from experiment_fixtures import (
     NOT_FINITE,
+    THREE,
     TWO_ROWS,
     folder_in,
     leave_all,
@@ -22,7 +23,7 @@ from experiment_fixtures import (
 from keel.cli.main import main
 from keel.experiments.figures import curve_of, run_charts
 from keel.experiments.jobs import save_job
-from keel.experiments.recipe import load_recipe
+from keel.experiments.recipe import load_recipe, parse_recipe
 from keel.experiments.report import write_report
 from keel.experiments.results import runs_needed
 from keel.experiments.tables import ranks_of
@@ -242,6 +243,15 @@ def test_a_job_keeps_the_seed_that_tunes_and_what_was_asked_for_before(tmp_path)
     assert len(list((tmp_path / "jobs").iterdir())) == 1
 
 
+def test_another_recipe_of_the_same_name_replaces_no_table(tmp_path):
+    recipe = recipe_of(TWO_ROWS)
+    save_job(recipe, options(), tmp_path, recipe.cells)
+    other = parse_recipe(TWO_ROWS.replace("fedprox", "moon"), Path("other/r.yaml"))
+    with pytest.raises(ValueError) as error:
+        save_job(other, options(), tmp_path, other.cells)
+    assert all(str(each.path.absolute()) in str(error.value) for each in (recipe, other))
+
+
 @pytest.mark.parametrize(("old", "new"), [("fedprox", "ours"), ('"seeds"', '"sides"'), ("[", "{")])
 def test_a_damaged_job_is_named(old, new, tmp_path, refusal):
     leave_all(tmp_path)
@@ -249,6 +259,14 @@ def test_a_damaged_job_is_named(old, new, tmp_path, refusal):
     assert old in job.read_text()
     job.write_text(job.read_text().replace(old, new))
     assert str(job) in refusal("experiments", "report", "--output", str(tmp_path))
+
+
+def test_a_damaged_job_is_not_continued(tmp_path):
+    recipe, _ = leave_all(tmp_path)
+    (job,) = (tmp_path / "jobs").iterdir()
+    job.write_text("{")
+    with pytest.raises(ValueError, match=str(job)):
+        save_job(recipe, THREE, tmp_path, recipe.cells)
 
 
 def test_labels_need_no_run(tmp_path):
