@@ -60,8 +60,7 @@ class RunReader:
     @cached_property
     def _saved(self) -> dict[str, Any]:
         """config.json."""
-        if not self.directory.exists():
-            raise ValueError(f"{self.directory} does not exist: `keel list` names the runs that do")
+        self._check_exists()
         path = self.directory / CONFIG_FILE
         if not path.is_file():
             raise ValueError(f"{self.directory} has no {CONFIG_FILE}: it is not a run directory")
@@ -70,6 +69,11 @@ class RunReader:
         if not all(isinstance(saved.get(key), dict) for key in ("config", "overrides")):
             raise ValueError(f"{path} is damaged: it lacks config or overrides")
         return saved
+
+    def _check_exists(self) -> None:
+        """ValueError if the directory was moved or deleted."""
+        if not self.directory.exists():
+            raise ValueError(f"{self.directory} does not exist: `keel list` names the runs that do")
 
     def _check_layout(self) -> None:
         """ValueError if the directory is of another layout; a new one has no manifest yet."""
@@ -134,6 +138,7 @@ class RunReader:
     @cached_property
     def summary(self) -> dict[str, Any]:
         """summary.json as the run last wrote it; status "starting" if there is none yet."""
+        self._check_exists()
         path = self.directory / SUMMARY_FILE
         found = read_object(path) if path.exists() else dict(STARTING)
         if not isinstance(found.get("status"), str):

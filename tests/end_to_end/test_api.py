@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -73,6 +74,14 @@ def test_history_model_and_plot(made, monkeypatch):
     assert isinstance(figure, Figure)
     [line] = figure.axes[0].lines
     np.testing.assert_allclose(line.get_ydata(), [100 * value for value in accuracies])
+
+
+@pytest.mark.parametrize("name", ["config", "summary", "history"])
+def test_a_run_that_was_deleted_has_nothing_to_read(made, tmp_path, name):
+    run = keel.load_run(shutil.copytree(made.directory, tmp_path / "run"))
+    shutil.rmtree(run.directory)
+    with pytest.raises(ValueError, match=str(run.directory)):
+        getattr(run, name)
 
 
 def test_runs_in_threads_are_those_made_one_after_the_other(home):
