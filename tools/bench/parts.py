@@ -172,13 +172,16 @@ RECORDED = (  # network, method, batch size, clients
 def gpu(sizes: Sizes) -> Iterator[Row]:
     """Local training with recorded steps over eager ones, in seconds a round.
 
-    Each client has eight batches and five epochs. On a CPU, steps are not recorded.
+    Each client has eight batches and five epochs, for FedReCo an epoch each of k_u
+    and k_v. On a CPU, steps are not recorded.
     """
     for model, method, batch, num_clients in RECORDED[: 2 if sizes.is_quick else None]:
         num_clients, num_batches = (2, 1) if sizes.is_quick else (num_clients, 8)
         keys: Keys = {"source": random_source(num_clients * batch * num_batches * 5 // 4)}
         keys |= {"model": model, "method": method, "batch-size": batch, "partition": "iid"}
-        keys |= {"local-epochs": 1 if sizes.is_quick else 5, "local-test-fraction": 0.2}
+        keys |= {"local-test-fraction": 0.2}
+        if method != "fedreco":
+            keys["local-epochs"] = 1 if sizes.is_quick else 5
         keys |= {"device": sizes.device, "num-rounds": 2 if sizes.is_quick else 4}
         keys |= {"evaluate-every": 1000}
         recorded, eager = (
