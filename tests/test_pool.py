@@ -16,6 +16,8 @@ from server_app.pool import FlowerWorkers, WorkerPool
 from server_app.preflight import checked_machines
 from server_app.run import run_federation
 
+pytestmark = pytest.mark.end_to_end  # they start processes
+
 KEYS = SMALL | {"method": "fedintr", "local-test-fraction": 0.2, "evaluate-clients": "all"}
 
 

@@ -32,6 +32,8 @@ from server_app.run_reader import (
     new_path,
 )
 
+pytestmark = pytest.mark.end_to_end  # they train whole runs
+
 LINE = {
     "participants": ["a", "b"],
     "left_out": {"c": "no answer in time"},
