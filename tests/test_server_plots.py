@@ -18,3 +18,5 @@ def test_a_dollar_in_a_name_is_a_character(tmp_path):
     hostile = r"$\frac{a$"
     save_png(accuracy_figure([(hostile, [(1, 0.5)])], hostile), tmp_path / "a.png")
     plot_label_distribution([[1, 2]], [hostile, "b"], tmp_path / "b.png")
+    for name in ("a.png", "b.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

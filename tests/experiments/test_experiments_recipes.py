@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from client_app.methods import method_of
 from keel.experiments import recipe as recipes
 from keel.experiments.recipe import Recipe, shipped_recipes
-from keel.experiments.runs import Options, run_of
+from keel.experiments.runs import Options, run_of, used_keys
+from keel.run_checks import checked_config
 from protocol.config import resolve_config
 
 root = Path(__file__).parent.parent.parent
@@ -51,7 +51,10 @@ def test_there_is_a_recipe_for_every_table_and_figure():
 def test_every_run_of_a_recipe_has_a_config_that_makes_sense(name, tmp_path):
     for cell in load_recipe(name).cells:
         for candidate in cell.candidates:
-            method_of(run_of(cell, candidate, 0, PAPER, tmp_path).config)
+            run = run_of(cell, candidate, 0, PAPER, tmp_path)
+            used = {key: run.keys[key] for key in used_keys(run.config, run.keys)}
+            taken = checked_config(used).rounds  # as keel run does
+            assert (taken.method, taken.num_rounds) == (run.config.rounds.method, run.rounds)
 
 
 # --- the papers' numbers ----------------------------------------------------------------------
